@@ -1,0 +1,188 @@
+"""Ranks and collectives: the only file that names `torch.distributed`'s collective operations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, ShardError
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class LauncherEnv:
+    """What torchrun, `accelerate launch` and `lorashard finetune` tell a rank through its environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def read_launcher_env() -> LauncherEnv | None:
+    """Return this process's place among the ranks, or None where no launcher started it."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return LauncherEnv(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def choose_device(use_cpu: bool | None = None) -> torch.device:
+    """Return this rank's device: the GPU of its local rank, else the CPU.
+
+    Args:
+        use_cpu: True takes the CPU although GPUs are visible; None takes it where accelerate was told to
+            (`ACCELERATE_USE_CPU`) or no GPU is there.
+    """
+    if use_cpu is None:
+        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    env = read_launcher_env()
+    return torch.device("cuda", env.local_rank if env else torch.cuda.current_device())
+
+
+def init_from_launcher(device: torch.device, timeout: timedelta | None = None) -> None:
+    """Start the default process group if a launcher's environment is there and the group is not.
+
+    nccl on CUDA, gloo on CPU. Does nothing without a launcher: then there is one rank and no group is needed.
+
+    Ranks: collective; every rank of the launch must call it.
+    """
+    if dist.is_initialized() or read_launcher_env() is None:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def is_initialized() -> bool:
+    """Tell whether a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def check_world_size() -> None:
+    """Refuse a launch in which accelerate sees other ranks than the launcher started.
+
+    On a machine without GPUs accelerate sees a single process unless it is told: two ranks then train alone, and
+    both look healthy.
+
+    Raises:
+        ConfigError: the launcher's world size and accelerate's differ.
+    """
+    env = read_launcher_env()
+    if env is None or env.world_size == 1:
+        return
+    from accelerate.state import PartialState
+
+    seen = PartialState._shared_state.get("num_processes")  # empty until something created the state
+    if seen is not None and seen != env.world_size:
+        raise ConfigError(
+            f"the launcher started {env.world_size} ranks but accelerate sees {seen}, so the ranks would train alone: "
+            "set ACCELERATE_USE_CPU=true (or use_cpu=True, Accelerator(cpu=True)) for ranks on the CPU"
+        )
+
+
+def broadcast_(tensors: Iterable[torch.Tensor], source_rank: int = 0) -> None:
+    """Overwrite `tensors` on every rank with those of `source_rank`.
+
+    Ranks: collective over all ranks, in the order of `tensors`. Nothing to do with one rank.
+    """
+    if get_world_size() == 1:
+        return
+    for tensor in tensors:
+        dist.broadcast(tensor, src=source_rank)
+
+
+@dataclass
+class ShardGroup:
+    """The ranks that a unit is sharded over, with process groups of their own.
+
+    Base gathers never queue behind the adapter's all-reduce, since they have their own communicator. Ranks compare
+    where they stand over a second, gloo group on the host: it needs no device synchronisation and cannot pair up
+    with a gather.
+
+    Ranks: creating one is collective over all ranks. `size` 1 needs no process group.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    num_gathers: int = field(default=0, init=False)
+    gathered_bytes: int = field(default=0, init=False)
+
+    @classmethod
+    def over_all_ranks(cls) -> ShardGroup:
+        """Shard over every rank of the default process group."""
+        size = get_world_size()
+        if size == 1:
+            return cls()
+        return cls(get_rank(), size, dist.new_group(), dist.new_group(backend="gloo"))
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start filling `whole` (uint8, [size * shard]) with every rank's `shard` (uint8, [shard]).
+
+        Ranks: collective over the group, in one order.
+        Memory: none beyond the two tensors.
+        """
+        self.num_gathers += 1
+        self.gathered_bytes += whole.numel()
+        # torch 2.13 renamed the operation and deprecates the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(whole, shard, group=self.gather_group, async_op=True)
+
+    def compare(self, values: Sequence[int]) -> list[list[int]] | None:
+        """Return every rank's `values` (64-bit integers) if any rank's differ, else None.
+
+        Ranks: collective over the group, on the host.
+        """
+        mine = torch.tensor(values, dtype=torch.int64)
+        low_and_high = torch.stack([mine, -mine])
+        dist.all_reduce(low_and_high, op=dist.ReduceOp.MIN, group=self.control_group)
+        if torch.equal(low_and_high[0], -low_and_high[1]):
+            return None
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.control_group)
+        return [one.tolist() for one in everyone]
+
+
+def raise_if_any_failed(message: str | None) -> None:
+    """Raise ShardError on all ranks when one of them gives a message: nobody waits for a rank that has stopped.
+
+    Ranks: collective over all ranks.
+    """
+    if get_world_size() == 1:
+        if message is not None:
+            raise ShardError(message)
+        return
+    messages: list[str | None] = [None] * get_world_size()
+    dist.all_gather_object(messages, message)
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
+    if found:
+        raise ShardError("; ".join(found))

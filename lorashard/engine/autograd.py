@@ -1,0 +1,109 @@
+"""How autograd meets a slot: it saves handles, never slot tensors.
+
+Note [Saved handles]
+    A Linear needs its weight for the gradient of its input, so autograd saves it. A slot's bytes are overwritten by
+    the next unit, so what is saved for a tensor in a slot is where it sits in its unit; backward gets a view of the
+    slot that the unit is in by then, gathered again if need be.
+
+Note [Innermost hooks win]
+    Saved-tensor hooks do not stack: torch calls the innermost pair alone. So ours are put around the whole model call,
+    where those of activation checkpointing, which are placed inside around a layer, still win; and whatever pair is
+    already there when we enter (activation offloading, save_on_cpu) gets every tensor that is not in a slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .slots import SlotPool
+from .unit import Unit
+
+_Pack = Callable[[torch.Tensor], Any]
+_Unpack = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Where a saved tensor sits: in elements of `dtype` from the beginning of the unit's buffer."""
+
+    unit: Unit
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that is in no slot, and its version: hooks switch torch's own check for in-place changes off."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """What the pair of hooks around ours made of a tensor."""
+
+    packed: Any
+
+
+@contextlib.contextmanager
+def saved_handles(pool: SlotPool, restore: Callable[[Handle], torch.Tensor]) -> Iterator[None]:
+    """While the body runs, save handles for tensors in `pool`; `restore` turns one back into a tensor.
+
+    See [Saved handles] and [Innermost hooks win].
+
+    Memory: none of the base is kept by autograd.
+    """
+    outer: tuple[_Pack, _Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        slot = pool.find(tensor)
+        if slot is not None and slot.owner is not None:
+            return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if outer is not None:
+            return _Outer(outer[0](tensor))
+        return _Kept(tensor, tensor._version)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            return restore(packed)
+        if isinstance(packed, _Outer):
+            assert outer is not None
+            return outer[1](packed.packed)
+        if packed.tensor._version != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(packed.tensor.shape)} {packed.tensor.dtype} is at version {packed.tensor._version}; "
+                f"expected version {packed.version} instead"
+            )
+        return packed.tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def is_in_backward() -> bool:
+    """Tell whether a backward is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def first_differentiable(values: Any) -> torch.Tensor | None:
+    """Return the first tensor that requires a gradient in nested tuples, lists and dicts, or None."""
+    if isinstance(values, torch.Tensor):
+        return values if values.requires_grad else None
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return None
+    for value in values:
+        found = first_differentiable(value)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,341 @@
+"""The engine: hooks that keep each unit whole exactly while it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..dist import ShardGroup
+from ..errors import ShardError
+from .autograd import Handle, first_differentiable, is_in_backward, saved_handles
+from .schedule import Direction, farthest
+from .slots import Slot, SlotPool, plan_slots
+from .streams import SideStream
+from .unit import State, Unit
+
+_CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One stop in the static order of a forward: entering any of `modules` needs `unit` whole.
+
+    Args:
+        unit: what is visited. A tied embedding's unit is visited twice: first as embedding, last as LM head.
+        modules: leaving one gives the unit back, unless `holds`.
+        holds: keep the unit to the end of the forward, since it is read outside of its modules: fused losses read
+            `lm_head.weight` after the final norm without calling the LM head.
+        has_backward: false for a frozen embedding, which needs only its indices for that.
+    """
+
+    unit: Unit
+    modules: tuple[nn.Module, ...]
+    holds: bool = False
+    has_backward: bool = True
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the engine has done so far on this rank.
+
+    Attributes:
+        num_gathers: all-gathers of base units.
+        gathered_bytes: bytes that they made whole (each rank received (W-1)/W of them).
+        peak_unsharded_bytes: the most that was whole in slots at once.
+        num_slots: buffers in the pool.
+        slot_bytes: bytes of the pool.
+        bytes_at_rest: bytes of this rank's shards.
+        wait_s: seconds that the computation waited for gathers.
+    """
+
+    num_gathers: int
+    gathered_bytes: int
+    peak_unsharded_bytes: int
+    num_slots: int
+    slot_bytes: int
+    bytes_at_rest: int
+    wait_s: float
+
+
+class Engine:
+    """Runs a model whose frozen base is sharded.
+
+    Correct from waiting on demand alone: any order of forwards and backwards is right. Prefetch and what stays in the
+    slots are hints that save time.
+
+    Ranks: every rank must run the same passes in the same order; each pass and each optimizer step compares a rolling
+        hash of the gathers and raises ShardError on all ranks when one differs.
+    Memory: the homes' shards, and the slot pool, which is allocated here once.
+    """
+
+    def __init__(
+        self,
+        visits: Sequence[Visit],
+        roots: Sequence[nn.Module],
+        trainable: Sequence[nn.Parameter],
+        group: ShardGroup,
+        device: torch.device,
+        prefetch: int = 1,
+    ) -> None:
+        """Hook the modules of `visits`.
+
+        Args:
+            visits: the static order of one forward.
+            roots: the modules whose call is a whole pass: the outermost model and those inside it that are called
+                by themselves (`generate` calls the inner model).
+            trainable: the adapter's parameters; an optimizer that holds one of them marks the steps.
+            group: the ranks that the units are sharded over.
+            device: where the slots are.
+            prefetch: how many visits ahead to gather; 0 gathers each unit when it is needed.
+        """
+        self._visits = tuple(visits)
+        self.units = tuple(dict.fromkeys(visit.unit for visit in visits))
+        self._group = group
+        self._prefetch = prefetch
+        self._stream = SideStream(device)
+        sharded = [unit for unit in self.units if not unit.home.is_whole]
+        self.pool = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
+        self._positions = {unit: [i for i, visit in enumerate(visits) if visit.unit is unit] for unit in self.units}
+        self._position = 0
+        self._direction = Direction.FORWARD
+        self._depth = 0
+        self._graph_task = -1
+        self._unsharded_bytes = 0
+        self._peak_unsharded_bytes = 0
+        self._hash = 0
+        self._trainable_ids = {id(parameter) for parameter in trainable}
+        if sharded:
+            self._install_hooks(roots)
+
+    # -- what users may ask ------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return what this rank has gathered, waited for and holds."""
+        return Stats(
+            num_gathers=self._group.num_gathers,
+            gathered_bytes=self._group.gathered_bytes,
+            peak_unsharded_bytes=self._peak_unsharded_bytes,
+            num_slots=len(self.pool),
+            slot_bytes=self.pool.total_bytes,
+            bytes_at_rest=sum(unit.home.bytes_at_rest for unit in self.units),
+            wait_s=self._stream.waited_s(),
+        )
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _install_hooks(self, roots: Sequence[nn.Module]) -> None:
+        for root in roots:
+            _make_root(root, self)
+        for position, visit in enumerate(self._visits):
+            for module in visit.modules:
+                module.register_forward_pre_hook(self._before_forward(position), with_kwargs=True)
+                module.register_forward_hook(self._after_forward(position), with_kwargs=True)
+        if self._group.size > 1:
+            engine_of = weakref.ref(self)
+
+            def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                engine = engine_of()
+                if engine is not None and engine._steps(optimizer):
+                    engine._check_ranks_agree(2)
+
+            handle = register_optimizer_step_pre_hook(before_step)
+            weakref.finalize(self, handle.remove)
+
+    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in self._trainable_ids for g in optimizer.param_groups for parameter in g["params"])
+
+    def _before_forward(self, position: int) -> Callable[..., None]:
+        unit = self._visits[position].unit
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if is_in_backward():  # activation checkpointing recomputes the unit
+                self._enter_backward(unit)
+            else:
+                self._enter_forward(position)
+            if torch.is_grad_enabled():
+                entry = first_differentiable(args)
+                entry = entry if entry is not None else first_differentiable(kwargs)
+                unit.has_backward_below = entry is not None
+                if entry is not None:
+                    entry.register_hook(lambda grad: self._leave_backward(unit))
+
+        return hook
+
+    def _after_forward(self, position: int) -> Callable[..., None]:
+        visit = self._visits[position]
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if visit.has_backward and torch.is_grad_enabled():
+                result = first_differentiable(output)
+                if result is not None:
+                    result.register_hook(lambda grad: self._enter_backward(visit.unit))
+            if not visit.holds and not is_in_backward():
+                visit.unit.reshard(self._stream)
+
+        return hook
+
+    # -- the life of a unit ------------------------------------------------------------------------------------------
+
+    def _enter_forward(self, position: int) -> None:
+        self._position = position
+        self._make_whole(self._visits[position].unit)
+        for ahead in range(position + 1, min(position + 1 + self._prefetch, len(self._visits))):
+            self._start_gather(self._visits[ahead].unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        """Make `unit` whole because its backward, or its recomputation, begins."""
+        if self._graph_task != torch._C._current_graph_task_id():
+            self._graph_task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if unit.state is State.UNSHARDED:
+            return
+        for other in self.units:
+            # No gradient reaches the input of such a unit, so nothing else tells that its backward is over.
+            if not other.has_backward_below and other is not unit:
+                other.reshard(self._stream)
+        self._direction = Direction.BACKWARD
+        self._position = self._positions[unit][-1]
+        self._make_whole(unit)
+        self._prefetch_backward(self._position)
+
+    def _prefetch_backward(self, position: int) -> None:
+        for ahead in range(position - 1, max(position - 1 - self._prefetch, -1), -1):
+            if not (self._visits[ahead].has_backward and self._visits[ahead + 1].unit.has_backward_below):
+                return
+            self._start_gather(self._visits[ahead].unit)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        if is_in_backward():
+            unit.reshard(self._stream)
+            self._prefetch_backward(self._position)
+
+    def _end_backward(self) -> None:
+        self._graph_task = -1
+        self._reshard_all()
+
+    def _reshard_all(self) -> None:
+        for unit in self.units:
+            unit.reshard(self._stream)
+
+    def _make_whole(self, unit: Unit) -> None:
+        if not self._start_gather(unit):
+            in_use = [other.name for other in self.units if other.state is State.UNSHARDED and other.slot is not None]
+            raise ShardError(
+                f"no slot is free for '{unit.name}': {in_use} are all in use at once. Raise prefetch (each step adds "
+                "a slot), or load with placement='replicate'"
+            )
+        unit.wait(self._stream)
+
+    def _start_gather(self, unit: Unit) -> bool:
+        """Start the gather of `unit` if it is sharded and a slot can be had; tell whether it is whole or on its way."""
+        if unit.state is not State.SHARDED:
+            return True
+        slot = self._take_slot(unit)
+        if slot is None:
+            return False
+        unit.unshard(slot, self._stream)
+        self._hash = hash((self._hash, unit.index))
+        self._unsharded_bytes += unit.layout.total_bytes
+        self._peak_unsharded_bytes = max(self._peak_unsharded_bytes, self._unsharded_bytes)
+        return True
+
+    def _take_slot(self, unit: Unit) -> Slot | None:
+        slots = self.pool.of_class(unit.size_class)
+        for slot in slots:
+            if slot.owner is None:
+                return slot
+        owners = [slot.owner for slot in slots if slot.owner is not None]
+        evictable = [(owner, self._positions[owner]) for owner in owners if owner.state is not State.UNSHARDED]
+        victim = farthest(evictable, self._position, self._direction, len(self._visits))
+        if victim is None:
+            return None
+        self._unsharded_bytes -= victim.layout.total_bytes
+        return victim.evict(self._stream)
+
+    # -- a pass ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Surround one call of a root: handles for autograd, units given back at the end, order after an exception."""
+        if self._depth > 0:
+            yield
+            return
+        if is_in_backward():  # a checkpoint around the whole model recomputes it
+            with saved_handles(self.pool, self._restore):
+                yield
+            return
+        if any(unit.state is State.UNSHARDED and unit.slot is not None for unit in self.units):
+            self._recover()  # the last backward was cut short by an exception
+        is_training = torch.is_grad_enabled()
+        self._check_ranks_agree(int(is_training))
+        self._direction = Direction.TRAINING_FORWARD if is_training else Direction.FORWARD
+        self._position = 0
+        self._depth += 1
+        is_done = False
+        try:
+            with saved_handles(self.pool, self._restore):
+                yield
+            is_done = True
+        finally:
+            self._depth -= 1
+            if is_done:
+                self._reshard_all()
+            else:
+                self._recover()
+
+    def _restore(self, handle: Handle) -> torch.Tensor:
+        if is_in_backward():
+            self._enter_backward(handle.unit)
+        else:
+            self._make_whole(handle.unit)
+        assert handle.unit.slot is not None
+        tensor = handle.unit.slot.view(handle.dtype, handle.shape, handle.stride, handle.offset)
+        if not is_in_backward():
+            return tensor.clone()  # somebody looks at the graph: their tensor must outlive the slot
+        return tensor
+
+    def _recover(self) -> None:
+        """Return every unit to SHARDED, whatever an exception left behind."""
+        for unit in self.units:
+            unit.abandon(self._stream)
+        self.pool.replace_held()
+        self._unsharded_bytes = 0
+        self._graph_task = -1
+
+    def _check_ranks_agree(self, check: int) -> None:
+        if self._group.size == 1:
+            return
+        differing = self._group.compare([check, self._group.num_gathers, self._hash])
+        if differing is None:
+            return
+        found = "; ".join(
+            f"rank {rank} begins {_CHECKS[kind]} after {num_gathers} gathers"
+            for rank, (kind, num_gathers, _) in enumerate(differing)
+        )
+        raise ShardError(
+            f"the ranks have diverged: {found}. Sharded ranks must run the same forwards and backwards in the same "
+            "order, or they would read each other's wrong units: give every rank the same number of batches, "
+            "evaluate on all ranks, and pass synced_gpus=True to generate"
+        )
+
+
+def _make_root(module: nn.Module, engine: Engine) -> None:
+    """Surround every call of `module` with `engine.running()`, by a subclass that is otherwise the same class.
+
+    A forward hook would not run after KeyboardInterrupt, and `forward` itself is replaced by others.
+    """
+    original = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with engine.running():
+            return original.__call__(self, *args, **kwargs)
+
+    namespace = {"__call__": call, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    module.__class__ = type(original.__name__, (original,), namespace)

@@ -1,0 +1,84 @@
+"""What stands in a module for a base weight while it is sharded: everything but the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ShardError
+
+# Bookkeeping that copies no numbers: `.data`, `.detach()`, `.to()` the same device and dtype.
+_HARMLESS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class Placeholder(torch.Tensor):
+    """A parameter's name, shape, dtype and device, without storage; reading its numbers raises ShardError.
+
+    So counts, `.to(device)`, `state_dict()` and the bookkeeping of PEFT and Trainer stay right, and nothing can
+    mistake a sharded weight for zeros, NaN or stale bytes.
+
+    While `reader` is set, reading gets the numbers from there, one tensor at a time: some adapters are initialised
+    from the base's weights before those are sharded.
+
+    Memory: none.
+    """
+
+    full_name: str
+    reader: Callable[[], torch.Tensor] | None
+    _is_param = True  # nn.Module and isinstance(x, nn.Parameter) take it for a Parameter
+
+    @staticmethod
+    def __new__(cls, full_name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Placeholder:
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device, requires_grad=False)
+        self.full_name = full_name
+        self.reader = None
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, Placeholder):
+            if func in _HARMLESS:
+                return first.twin()
+            if func is torch.ops.aten._to_copy.default and first._stays(kwargs or {}):
+                return first.twin()
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs or {}))
+        read_args, read_kwargs = torch.utils._pytree.tree_unflatten([_read(leaf, func) for leaf in leaves], spec)
+        return func(*read_args, **read_kwargs)
+
+    def twin(self) -> Placeholder:
+        """Return another placeholder of the same weight."""
+        twin = Placeholder(self.full_name, self.shape, self.dtype, self.device)
+        twin.reader = self.reader
+        return twin
+
+    def _stays(self, to: dict[str, Any]) -> bool:
+        same_dtype = to.get("dtype") in (None, self.dtype)
+        return same_dtype and to.get("device") in (None, self.device)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return torch.nn.Parameter(_read(self, "copy.deepcopy"), requires_grad=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, "pickled")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Placeholder({self.full_name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _read(value: Any, func: object) -> Any:
+    if not isinstance(value, Placeholder):
+        return value
+    if value.reader is None or getattr(func, "_schema", None) is not None and func._schema.is_mutable:  # type: ignore[attr-defined]
+        raise _refusal(value, f"used by {func}")
+    return value.reader()
+
+
+def _refusal(placeholder: Placeholder, what: str) -> ShardError:
+    return ShardError(
+        f"base weight '{placeholder.full_name}' is sharded and was {what}: its numbers are whole only inside the "
+        "model's own forward and backward. Save adapters with save_pretrained, merge with lorashard.merge, or load "
+        "with placement='replicate' to keep the whole base on every rank"
+    )

@@ -1,0 +1,135 @@
+"""The fixed pool of device buffers that unsharded units occupy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ShardError
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class Slot:
+    """One preallocated buffer, and the unit whose bytes it holds.
+
+    Note [Nobody else holds a slot]
+        A tensor that views a slot and outlives its unit would silently read another unit's bytes: a weight that a
+        custom autograd Function stashed on `ctx`, say. torch counts the references to a storage, so before a slot is
+        reused the count must be back to what it was when the slot was made.
+
+    Memory: `num_bytes` on the device, for the life of the pool.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._device = device
+        self.owner: Unit | None = None
+        self.readers_done: torch.cuda.Event | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._storage = self.buffer.untyped_storage()
+        self._quiet_count = self._count_references()
+
+    @property
+    def address(self) -> int:
+        return self._storage.data_ptr()
+
+    def _count_references(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self.buffer[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._quiet_count += 1
+        return typed.as_strided(shape, stride, offset)
+
+    def is_held(self) -> bool:
+        """Tell whether a tensor outside of the engine still views this slot."""
+        return self._count_references() > self._quiet_count
+
+    def check_not_held(self) -> None:
+        """Raise ShardError if a tensor outside of the engine still views this slot. See [Nobody else holds a slot]."""
+        if not self.is_held():
+            return
+        gc.collect()
+        if self.is_held():
+            raise ShardError(
+                f"something still holds a weight of '{self.owner and self.owner.name}' although its computation has "
+                "ended, and would read other weights there next. A custom autograd Function that keeps a weight on "
+                "`ctx` instead of ctx.save_for_backward, retain_graph=True under activation checkpointing, or a hook "
+                "that stores weights does this; load with placement='replicate' if it cannot be changed"
+            )
+
+    def replace_if_held(self) -> None:
+        """Abandon the buffer for a new one if something still views it: only after an exception, never in the loop.
+
+        A traceback that is still alive keeps the weights of the frames in which the exception passed.
+        """
+        if self.is_held():
+            gc.collect()
+        if self.is_held():
+            self._allocate()
+
+
+class SlotPool:
+    """Slots in size classes, made once; a unit only ever takes a slot of its own class.
+
+    Memory: `total_bytes` on the device, allocated here and never again.
+    """
+
+    def __init__(self, sizes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        """Make `{size_class: (num_slots, num_bytes)}`."""
+        self._classes = {
+            name: [Slot(num_bytes, device) for _ in range(num)] for name, (num, num_bytes) in sizes.items()
+        }
+        self._by_address = {slot.address: slot for slot in self}
+
+    def __iter__(self):
+        return (slot for slots in self._classes.values() for slot in slots)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(slot.num_bytes for slot in self)
+
+    def __len__(self) -> int:
+        return sum(len(slots) for slots in self._classes.values())
+
+    def of_class(self, size_class: str) -> list[Slot]:
+        return self._classes[size_class]
+
+    def find(self, tensor: torch.Tensor) -> Slot | None:
+        """Return the slot that `tensor` lives in, or None."""
+        if not torch._C._has_storage(tensor):
+            return None
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def replace_held(self) -> None:
+        """Give every slot that an exception left viewed a new buffer."""
+        for slot in self:
+            slot.replace_if_held()
+        self._by_address = {slot.address: slot for slot in self}
+
+
+def plan_slots(units: Iterable[Unit], num_layer_slots: int) -> dict[str, tuple[int, int]]:
+    """Return how many slots of which size the units need: `{size_class: (num_slots, num_bytes)}`.
+
+    Layers get `num_layer_slots` (one that computes, those that are prefetched, one that may stay); every other class
+    gets one, since its units are visited one at a time.
+    """
+    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for unit in units:
+        sizes[unit.size_class] = max(sizes.get(unit.size_class, 0), unit.layout.total_bytes)
+        counts[unit.size_class] = counts.get(unit.size_class, 0) + 1
+    wanted = {name: num_layer_slots if name == "layer" else 1 for name in sizes}
+    return {name: (min(wanted[name], counts[name]), sizes[name]) for name in sizes}

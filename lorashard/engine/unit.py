@@ -1,0 +1,155 @@
+"""One unit: what is gathered at once, and the modules that read it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..dist import Work
+from .home import DeviceHome
+from .layout import Layout
+from .placeholder import Placeholder
+from .slots import Slot
+from .streams import SideStream
+
+
+class State(enum.Enum):
+    """What memory exists for a unit, and who may read it."""
+
+    SHARDED = "only the shard; the modules hold placeholders"
+    UNSHARDING = "a slot is being filled; the modules hold placeholders"
+    UNSHARDED = "whole in a slot; the modules hold views of it"
+    IDLE = "whole in a slot that may be taken at any time; the modules hold placeholders"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A place that a weight is read from: `module._parameters[attribute]`."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass
+class Weight:
+    """A frozen tensor of the base and every place that reads it (tied weights have several)."""
+
+    placeholder: Placeholder
+    owners: list[Owner]
+
+
+class Unit:
+    """A decoder layer, the embedding, or the final norm with the LM head.
+
+    Memory: its home's shard at rest; one slot (`layout.total_bytes`) while not SHARDED.
+    """
+
+    def __init__(self, name: str, index: int, size_class: str, weights: Sequence[Weight], home: DeviceHome) -> None:
+        self.name = name
+        self.index = index
+        self.size_class = size_class
+        self.weights = weights
+        self.home = home
+        self.state = State.SHARDED
+        self.slot: Slot | None = None
+        self.has_backward_below = False  # whether a backward goes on to the units before this one
+        self._work: Work | None = None
+        if home.is_whole:
+            self._put([_view_of(home.shard, field) for field in home.layout.fields])
+            self.state = State.UNSHARDED
+        else:
+            self._put([weight.placeholder for weight in weights])
+
+    @property
+    def layout(self) -> Layout:
+        return self.home.layout
+
+    def unshard(self, slot: Slot, stream: SideStream) -> None:
+        """Start gathering this unit's weights into `slot`; return before they have arrived.
+
+        Ranks: collective over the shard group. Every rank must unshard the same units in the same order.
+        Memory: takes `slot` until `evict`.
+        """
+        assert self.state is State.SHARDED and slot.owner is None
+        self.slot, slot.owner = slot, self
+        with stream.after(slot.readers_done):
+            self._work = self.home.unshard_into(slot.buffer)
+        self.state = State.UNSHARDING
+
+    def wait(self, stream: SideStream) -> None:
+        """Make the computation wait for the gather, and put the weights into the modules.
+
+        Ranks: local; on CPU it blocks until all ranks have issued the gather.
+        """
+        if self.state is State.UNSHARDED:
+            return
+        assert self.slot is not None
+        self._settle(stream)
+        views = []
+        for field in self.layout.fields:
+            stride = _contiguous_stride(field.shape)
+            views.append(self.slot.view(field.dtype, field.shape, stride, field.begin_byte // field.dtype.itemsize))
+        self._put([nn.Parameter(view, requires_grad=False) for view in views])
+        self.state = State.UNSHARDED
+
+    def reshard(self, stream: SideStream) -> None:
+        """Take the weights out of the modules; the slot keeps the bytes until another unit needs it.
+
+        The base never changes, so a slot's bytes never go stale: coming back before they are evicted is free.
+
+        Ranks: local.
+        """
+        if self.state is State.UNSHARDED and self.slot is not None:
+            self._put([weight.placeholder for weight in self.weights])
+            self.slot.readers_done = stream.mark()
+            self.state = State.IDLE
+
+    def evict(self, stream: SideStream) -> Slot:
+        """Give the slot back and return it.
+
+        Ranks: local; a gather that is still in flight is waited for.
+        """
+        assert self.slot is not None and self.state in (State.IDLE, State.UNSHARDING)
+        self._settle(stream)
+        self.slot.check_not_held()
+        slot, self.slot = self.slot, None
+        slot.owner = None
+        self.state = State.SHARDED
+        return slot
+
+    def abandon(self, stream: SideStream) -> None:
+        """Return to SHARDED from any state, whoever still views the slot: after an exception."""
+        if self.slot is not None:
+            self._settle(stream)
+            self._put([weight.placeholder for weight in self.weights])
+            self.slot.readers_done = stream.mark()
+            self.slot.owner, self.slot = None, None
+            self.state = State.SHARDED
+
+    def _settle(self, stream: SideStream) -> None:
+        if self._work is not None:
+            stream.wait(self._work)
+            self._work = None
+
+    def _put(self, tensors: Sequence[torch.Tensor]) -> None:
+        # Swapped in place, never through `.data`: autograd must see a new tensor, not an old one with new numbers.
+        for weight, tensor in zip(self.weights, tensors, strict=True):
+            for owner in weight.owners:
+                owner.module._parameters[owner.attribute] = tensor  # type: ignore[assignment]
+
+
+def _view_of(buffer: torch.Tensor, field) -> nn.Parameter:
+    whole = buffer[field.begin_byte : field.end_byte].view(field.dtype).view(field.shape)
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

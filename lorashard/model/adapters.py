@@ -1,0 +1,36 @@
+"""Tell the adapter's tensors from the base's in a PEFT model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from ..engine import Placeholder
+
+
+def find_adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return every parameter that PEFT added, of active and inactive adapters, and every one that trains."""
+    found = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    for layer in model.modules():
+        if isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            for name in layer.adapter_layer_names:
+                found |= _parameters_at(layer, name)
+    return found
+
+
+def _parameters_at(layer: nn.Module, dotted_name: str) -> set[nn.Parameter]:
+    value: object = layer
+    for part in dotted_name.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, nn.Parameter):
+        return {value}
+    return set(value.parameters()) if isinstance(value, nn.Module) else set()
+
+
+def base_test(model: nn.Module) -> Callable[[nn.Parameter], bool]:
+    """Return a function that tells whether a parameter of `model` belongs to its frozen base."""
+    adapter = find_adapter_parameters(model)
+    return lambda parameter: isinstance(parameter, Placeholder) or parameter not in adapter

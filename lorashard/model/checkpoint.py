@@ -1,0 +1,366 @@
+"""A checkpoint on disk: its folder, its safetensors headers, and its tensors read by byte range.
+
+Nothing here maps a file: reads go straight into memory that the caller owns, so resident memory stays flat.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ..errors import CheckpointError
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+# The format's own limit; a larger number means that the first 8 bytes are no header length.
+MAX_HEADER_BYTES = 100_000_000
+MAX_OPEN_FILES = 4
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+# Everything but weights: configuration, tokenizer, chat template, custom code.
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+_FOREIGN_FILES = ["original/*", "onnx/*", "openvino/*", "gguf/*"]
+
+
+def resolve_folder(model_name_or_path: str | Path, revision: str | None = None, *, allow_download: bool = True) -> Path:
+    """Return the local folder of a model, downloading it from the hub where it is not on disk yet.
+
+    Only `model.safetensors`, or the files that its index names, and the small files beside them are downloaded:
+    never `.bin`, `.gguf`, `consolidated.safetensors` or other copies of the weights.
+
+    Args:
+        model_name_or_path: A folder, or a hub id such as `org/model`. A folder that exists wins.
+        revision: Branch, tag or commit of a hub id; has no meaning for a folder.
+        allow_download: False takes only what is in the hub's cache.
+
+    Raises:
+        CheckpointError: The folder is missing, or the hub has no such model, or it cannot be reached.
+    """
+    name = str(model_name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"Expected a model folder or a hub id, found a file: {path}. Give the folder it lies in.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1:
+        raise CheckpointError(
+            f"Model folder {path} does not exist (seen from {Path.cwd()}). "
+            "Check the path, or give a hub id such as org/model."
+        )
+    folder = _download(name, revision, _SMALL_FILES, allow_download)
+    index = folder / INDEX_NAME
+    weights = sorted(set(_read_weight_map(index).values())) if index.is_file() else [WEIGHTS_NAME]
+    # The same commit again, should the branch move between the two calls.
+    return _download(name, folder.name, weights, allow_download)
+
+
+def _download(repo_id: str, revision: str | None, patterns: list[str], allow_download: bool) -> Path:
+    where = f"{repo_id} (revision {revision or 'main'})"
+    try:
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=_FOREIGN_FILES,
+            local_files_only=not allow_download,
+        )
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"Model {repo_id!r} is neither a folder here nor a hub id of the form org/model. Check the spelling."
+        ) from error
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"The hub does not let you read {where}: it is gated. Ask for access at https://huggingface.co/{repo_id}, "
+            "then log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"There is no folder {repo_id!r} here and no model {repo_id} on the hub that you may see. "
+            "Check the spelling; for a private model log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"The hub's {repo_id} has no revision {revision!r}. Give a branch, tag or commit that it has."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"There is no folder {repo_id!r} here, and {where} is not whole in the hub's cache while the hub cannot be "
+            "asked (offline, or downloads are switched off). Check the path, or go online once and download it."
+        ) from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(
+            f"The hub failed to deliver {where}: {error}. Try again, or give a local folder."
+        ) from error
+    return Path(folder)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies in a checkpoint; `begin_byte` counts from the start of the file."""
+
+    key: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin_byte: int
+    num_bytes: int
+
+
+class Checkpoint:
+    """The tensors of a safetensors checkpoint, found from its headers and read by byte range.
+
+    Not for several threads at once: file descriptors are opened, reused and closed as reads come.
+
+    Attributes:
+        folder: Where the checkpoint lies.
+        tensors: Every stored tensor by its key in the files.
+        header_bytes: Bytes of headers that opening read.
+        bytes_read: Bytes of tensors read so far.
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor], header_bytes: int) -> None:
+        self.folder = folder
+        self.tensors = tensors
+        self.header_bytes = header_bytes
+        self.bytes_read = 0
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Read and check the headers of all weight files in `folder`; no tensor is read.
+
+        As in transformers, `model.safetensors` wins over an index, and every tensor in a file that the index names
+        belongs to the checkpoint.
+
+        Raises:
+            CheckpointError: There are no safetensors weights, a file is missing, truncated or damaged, or the index
+                does not match the files.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"Model folder {folder} does not exist. Check the path.")
+        weight_map: dict[str, str] = {}
+        if (folder / WEIGHTS_NAME).is_file():
+            file_names = [WEIGHTS_NAME]
+        elif (folder / INDEX_NAME).is_file():
+            weight_map = _read_weight_map(folder / INDEX_NAME)
+            file_names = sorted(set(weight_map.values()))
+        else:
+            raise CheckpointError(_describe_missing_weights(folder))
+        absent = [name for name in file_names if not (folder / name).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{folder / INDEX_NAME} names weight files that are not there: {_shorten(absent)}. "
+                "The download or copy is incomplete: fetch the files again."
+            )
+        tensors: dict[str, StoredTensor] = {}
+        header_bytes = 0
+        for name in file_names:
+            stored, num_bytes = _read_header(folder / name)
+            header_bytes += num_bytes
+            for key, tensor in stored.items():
+                if key in tensors:
+                    raise CheckpointError(
+                        f"Tensor {key} is stored twice, in {tensors[key].file.name} and in {name} of {folder}. "
+                        "Remove the file that does not belong there, or save the model again."
+                    )
+                tensors[key] = tensor
+        strays = [
+            f"{key} ({name})"
+            for key, name in weight_map.items()
+            if key not in tensors or tensors[key].file != folder / name
+        ]
+        if strays:
+            raise CheckpointError(
+                f"{folder / INDEX_NAME} names tensors that are not in their files: {_shorten(strays)}. "
+                "Index and files are from different checkpoints: fetch them again."
+            )
+        return cls(folder, tensors, header_bytes)
+
+    def read_bytes(self, tensor: StoredTensor, begin: int, end: int, out: torch.Tensor) -> None:
+        """Read bytes [begin, end) of a stored tensor into `out`, without any copy in between.
+
+        Args:
+            out: uint8 CPU tensor of `end - begin` consecutive bytes.
+
+        Raises:
+            CheckpointError: The file ended before the bytes did.
+        """
+        if not 0 <= begin <= end <= tensor.num_bytes:
+            raise ValueError(f"bytes [{begin}, {end}) are not inside {tensor.key} of {tensor.num_bytes} bytes")
+        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != end - begin or not out.is_contiguous():
+            raise ValueError(f"expected {end - begin} consecutive uint8, found {out.dtype} of shape {tuple(out.shape)}")
+        if begin == end:
+            return
+        descriptor = self._descriptor(tensor.file)
+        view = memoryview(out.numpy())
+        done = 0
+        # One call reads at most 2 GiB on Linux.
+        while done < len(view):
+            num_bytes = os.preadv(descriptor, [view[done:]], tensor.begin_byte + begin + done)
+            if num_bytes == 0:
+                raise CheckpointError(
+                    f"{tensor.file} ended inside tensor {tensor.key}: it was changed or truncated after it was opened. "
+                    "Start again with the whole file."
+                )
+            done += num_bytes
+        self.bytes_read += done
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            while len(self._descriptors) >= MAX_OPEN_FILES:
+                os.close(self._descriptors.popitem(last=False)[1])
+            self._descriptors[file] = os.open(file, os.O_RDONLY)
+        self._descriptors.move_to_end(file)
+        return self._descriptors[file]
+
+
+def _describe_missing_weights(folder: Path) -> str:
+    expected = f"Expected {WEIGHTS_NAME} or {INDEX_NAME} in {folder}, found "
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled:
+        return (
+            f"{expected}only pickled weights ({_shorten(pickled)}), which cannot be read by byte range. Convert them "
+            'once: python -c "from transformers import AutoModelForCausalLM as A; '
+            f"A.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder) + '-safetensors'!r})\", "
+            "and copy the tokenizer files over."
+        )
+    others = sorted(path.name for path in folder.iterdir())
+    return (
+        f"{expected}{_shorten(others) if others else 'an empty folder'}. "
+        "Give the folder of a whole model; a hub model must hold safetensors (one with .bin files alone is converted by "
+        "loading it with transformers and calling save_pretrained)."
+    )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{index} is not valid JSON ({error}). Fetch the file again.") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensor names to file names. Fetch the file again.")
+    return weight_map
+
+
+def _read_header(file: Path) -> tuple[dict[str, StoredTensor], int]:
+    """Return the tensors of one safetensors file and the bytes read to learn of them."""
+    with file.open("rb") as stream:
+        file_bytes = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        if prefix == b"version ":
+            raise CheckpointError(f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder.")
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{file} ({file_bytes} bytes) does not begin with the length of a safetensors header: it is damaged or "
+                "not a safetensors file. Fetch the file again."
+            )
+        if 8 + header_bytes > file_bytes:
+            raise CheckpointError(
+                f"{file} is truncated: its header should end at byte {8 + header_bytes}, the file has {file_bytes}. "
+                "Fetch the file again."
+            )
+        raw = stream.read(header_bytes)
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"The header of {file} is damaged ({error}). Fetch the file again.") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"The header of {file} is damaged: expected a JSON object. Fetch the file again.")
+    header.pop("__metadata__", None)
+    tensors = {key: _parse_entry(file, 8 + header_bytes, key, entry) for key, entry in header.items()}
+    _check_contiguous(file, 8 + header_bytes, file_bytes, tensors.values())
+    return tensors, 8 + header_bytes
+
+
+def _parse_entry(file: Path, data_begin_byte: int, key: str, entry: object) -> StoredTensor:
+    damaged = f"The header of {file} is damaged at tensor {key}"
+    try:
+        dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{damaged}: no dtype, shape and data_offsets in {entry}. Fetch it again.") from error
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        raise CheckpointError(f"{damaged}: shape and offsets must be whole numbers, found {entry}. Fetch it again.")
+    if dtype_name not in DTYPES:
+        raise CheckpointError(
+            f"Tensor {key} in {file} has dtype {dtype_name}, which is not supported (only {', '.join(DTYPES)}). "
+            "Save the model in one of these first."
+        )
+    dtype = DTYPES[dtype_name]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{damaged}: {dtype_name} of shape {list(shape)} takes {math.prod(shape) * dtype.itemsize} bytes, its "
+            f"offsets [{begin}, {end}) say {end - begin}. Fetch the file again."
+        )
+    return StoredTensor(key, file, dtype, shape, data_begin_byte + begin, end - begin)
+
+
+def _check_contiguous(file: Path, data_begin_byte: int, file_bytes: int, tensors: Iterable[StoredTensor]) -> None:
+    """Check that the tensors cover the file from header to end, each once, as the format demands."""
+    position, before = data_begin_byte, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.begin_byte, tensor.num_bytes)):
+        if tensor.begin_byte != position:
+            fault = "overlaps with" if tensor.begin_byte < position else "leaves a gap after"
+            raise CheckpointError(
+                f"The header of {file} is damaged: tensor {tensor.key} begins at byte {tensor.begin_byte} and {fault} "
+                f"{before}, which ends at {position}. Fetch the file again."
+            )
+        position, before = tensor.begin_byte + tensor.num_bytes, tensor.key
+    if position > file_bytes:
+        raise CheckpointError(
+            f"{file} is truncated: its tensors should end at byte {position}, the file has {file_bytes} "
+            f"(the last one is {before}). Fetch the file again."
+        )
+    if position < file_bytes:
+        raise CheckpointError(
+            f"{file} is damaged: its tensors end at byte {position}, but the file has {file_bytes}. Fetch it again."
+        )
+
+
+def _shorten(names: list[str], limit: int = 5) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
