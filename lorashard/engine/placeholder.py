@@ -61,6 +61,17 @@ class Placeholder(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return torch.nn.Parameter(_read(self, "copy.deepcopy"), requires_grad=False)
 
+    # These do not pass through the dispatcher.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _read(self, "numpy").numpy(force=force)
+
+    def tolist(self) -> Any:
+        return _read(self, "tolist").tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return _read(self, "untyped_storage").untyped_storage()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "pickled")
 
@@ -71,7 +82,8 @@ class Placeholder(torch.Tensor):
 def _read(value: Any, func: object) -> Any:
     if not isinstance(value, Placeholder):
         return value
-    if value.reader is None or getattr(func, "_schema", None) is not None and func._schema.is_mutable:  # type: ignore[attr-defined]
+    schema = getattr(func, "_schema", None)
+    if value.reader is None or (schema is not None and schema.is_mutable):
         raise _refusal(value, f"used by {func}")
     return value.reader()
 

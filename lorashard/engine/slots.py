@@ -20,7 +20,8 @@ class Slot:
     Note [Nobody else holds a slot]
         A tensor that views a slot and outlives its unit would silently read another unit's bytes: a weight that a
         custom autograd Function stashed on `ctx`, say. torch counts the references to a storage, so before a slot is
-        reused the count must be back to what it was when the slot was made.
+        reused the count must be back to what it was when the slot was made. Collectives write through `wire`, the
+        same memory under another storage, because a backend's own threads drop their references when they like.
 
     Memory: `num_bytes` on the device, for the life of the pool.
     """
@@ -34,6 +35,7 @@ class Slot:
 
     def _allocate(self) -> None:
         self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        self.wire = torch.from_dlpack(self.buffer)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._storage = self.buffer.untyped_storage()
         self._quiet_count = self._count_references()

@@ -77,7 +77,7 @@ class Unit:
         assert self.state is State.SHARDED and slot.owner is None
         self.slot, slot.owner = slot, self
         with stream.after(slot.readers_done):
-            self._work = self.home.unshard_into(slot.buffer)
+            self._work = self.home.unshard_into(slot.wire)
         self.state = State.UNSHARDING
 
     def wait(self, stream: SideStream) -> None:

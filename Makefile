@@ -1,0 +1,55 @@
+# `make demo` or `make test` is the only command that a fresh machine needs: each makes .venv first.
+# PYTHON=python3.12 chooses the interpreter; ARGS="..." is handed to the demo, the tests or the benchmark.
+
+PYTHON ?=
+BIN := .venv/bin
+STAMP := .venv/.lorashard-installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help setup demo test check bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+
+setup: $(STAMP)  ## make .venv and install what is missing
+
+demo: $(STAMP)  ## fine-tune the tiny model of examples/demo on two CPU ranks
+	$(BIN)/python examples/demo/run.py $(ARGS)
+
+test: ARGS ?= -m "not slow"
+test: $(STAMP)  ## run the tests, all but the slow ones
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## check format, lint, import order and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## time lorashard and its peers on one model
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+clean:  ## delete caches and build leftovers; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11) none; do \
+	        if [ $$python = none ]; then \
+	            echo "lorashard needs Python 3.11 or newer; found $$($(or $(PYTHON),python3) --version 2>&1 || true)." >&2; \
+	            echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	            exit 1; \
+	        fi; \
+	        if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
+	    done; \
+	    $$python -m venv --clear .venv || { \
+	        rm -rf .venv; \
+	        echo "$$python cannot make .venv; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	        exit 1; \
+	    }; \
+	fi
+	$(BIN)/python -m pip install $(TORCH) -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	@touch $@

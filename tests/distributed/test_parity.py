@@ -1,0 +1,192 @@
+"""The parity ladder: every adapter gradient of a sharded model equals the unsharded one's, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import PeftModel
+from support import run_ranks
+from tiny import CHECKPOINTING, FAMILIES, build_model, find_differences, make_batch, take_gradients
+from trl.trainer.utils import add_fused_lm_head
+
+import lorashard
+
+Results = dict[str, torch.Tensor]
+WORLD_SIZES = (1, 2, 4)
+
+
+def one_step(model: PeftModel) -> Results:
+    loss = model(**make_batch()).loss
+    loss.backward()
+    return take_gradients(model) | {"loss": loss.detach()}
+
+
+def accumulation(model: PeftModel) -> Results:
+    for microbatch in range(3):
+        (model(**make_batch(seed=microbatch)).loss / 3).backward()
+    return take_gradients(model)
+
+
+def reference_pass(model: PeftModel) -> Results:
+    """As DPO without a reference model does: the base alone is evaluated between forward and backward."""
+    logits = model(**make_batch()).logits
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(**make_batch()).logits
+    (logits - reference).square().mean().backward()
+    return take_gradients(model) | {"reference": reference}
+
+
+def evaluation_between(model: PeftModel) -> Results:
+    first = one_step(model)
+    model.eval()
+    with torch.no_grad():
+        logits = model(**make_batch(seed=9)).logits
+    model.train()
+    return {f"first {k}": v for k, v in first.items()} | one_step(model) | {"logits": logits}
+
+
+def two_forwards(model: PeftModel) -> Results:
+    first = model(**make_batch(seed=4)).loss
+    second = model(**make_batch(seed=5)).loss
+    second.backward()
+    first.backward()
+    return take_gradients(model)
+
+
+def two_forwards_in_order(model: PeftModel) -> Results:
+    first = model(**make_batch(seed=4)).loss
+    second = model(**make_batch(seed=5)).loss
+    first.backward()
+    second.backward()
+    return take_gradients(model)
+
+
+def joint_backward(model: PeftModel) -> Results:
+    losses = [model(**make_batch(seed=seed)).loss for seed in range(3)]
+    sum(losses).backward()
+    return take_gradients(model)
+
+
+def fused_head(model: PeftModel) -> Results:
+    """TRL's trainers read `lm_head.weight` outside of the LM head's forward."""
+    if not hasattr(model, "fused"):
+        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
+        model.fused = True
+    first = -model(**make_batch(seed=6), fused_lm_head=True).log_probs.sum()
+    second = -model(**make_batch(seed=7), fused_lm_head=True).log_probs.sum()
+    (first + second).backward()
+    return take_gradients(model) | {"loss": first.detach()}
+
+
+def generation(model: PeftModel) -> Results:
+    model.eval()
+    tokens = model.generate(make_batch()["input_ids"], max_new_tokens=4, do_sample=False)
+    model.train()
+    return one_step(model) | {"tokens": tokens}
+
+
+def retained_graph(model: PeftModel) -> Results:
+    loss = model(**make_batch()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return take_gradients(model)
+
+
+SCENARIOS: tuple[Callable[[PeftModel], Results], ...] = (
+    one_step,
+    accumulation,
+    reference_pass,
+    evaluation_between,
+    two_forwards,
+    two_forwards_in_order,
+    joint_backward,
+    fused_head,
+    generation,
+)
+
+
+def compare(scenarios, **case) -> list[str]:
+    """Run each scenario on a plain and on a sharded model; return what differs."""
+    prefetch = case.pop("prefetch", 1)
+    plain, sharded = build_model(**case), lorashard.shard(build_model(**case), prefetch=prefetch)
+    wrong = []
+    for scenario in scenarios:
+        torch.manual_seed(5)
+        expected = scenario(plain)
+        torch.manual_seed(5)
+        wrong += [f"{scenario.__name__}: {name}" for name in find_differences(scenario(sharded), expected)]
+    return wrong
+
+
+def check_cases(rank: int, cases: list[dict], scenarios) -> dict:
+    return {str(case): wrong for case in cases if (wrong := compare(scenarios, **case))}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gradients_equal_plain_peft(world_size):
+    """A slot overwritten too early, a handle that restores another unit, a swallowed hook: any wrong byte shows."""
+    cases = [dict(family=f, checkpointing=c) for f, c in itertools.product(FAMILIES, ("off", "non-reentrant"))]
+    cases = [case | {"dtype": d} for case, d in zip(cases, itertools.cycle((torch.float32, torch.bfloat16)))]
+    if world_size == 2:
+        combinations = itertools.product(FAMILIES, CHECKPOINTING, (torch.float32, torch.bfloat16))
+        cases = [dict(family=f, checkpointing=c, dtype=d) for f, c, d in combinations]
+    assert run_ranks(check_cases, world_size, cases, SCENARIOS) == [{}] * world_size
+
+
+def test_gradients_equal_with_dropout():
+    """Recomputation under sharding must draw the dropout masks that the forward drew."""
+    cases = [dict(family=f, checkpointing=c, dropout=0.1) for f, c in itertools.product(FAMILIES, CHECKPOINTING)]
+    assert run_ranks(check_cases, 2, cases, (one_step, accumulation, evaluation_between)) == [{}] * 2
+
+
+def test_prefetch_changes_no_bit():
+    """Prefetch is a hint: a gather started early must never be taken for another unit's."""
+    cases = [dict(checkpointing=c, prefetch=p) for c, p in itertools.product(CHECKPOINTING, (0, 2, 5))]
+    assert run_ranks(check_cases, 2, cases, SCENARIOS) == [{}] * 2
+
+
+def test_a_retained_graph_gives_the_same_gradients_again():
+    """Handles stay valid after a backward: a second one must gather again, not read what is in the slot by then."""
+    assert run_ranks(check_cases, 2, [dict(family=f) for f in FAMILIES], (retained_graph, one_step)) == [{}] * 2
+
+
+def test_other_saved_tensor_hooks_still_get_their_tensors():
+    """Offloading that is entered around the model must see every tensor that is in no slot, and no slot's."""
+    assert run_ranks(check_offloading, 2) == [[]] * 2
+
+
+def check_offloading(rank: int) -> list[str]:
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor):
+        sizes.append(tensor.untyped_storage().nbytes())
+        return tensor.clone()
+
+    plain, sharded = build_model(), lorashard.shard(build_model())
+    expected = one_step(plain)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        found = one_step(sharded)
+    slot_sizes = {slot.num_bytes for slot in lorashard.api.engine_of(sharded).pool}
+    assert sizes and not slot_sizes & set(sizes)
+    return find_differences(found, expected)
+
+
+def test_ranks_with_slices_equal_one_process_accumulating():
+    """DDP over the adapter: a slice on each rank gives what one process gives for all (the order of the sum differs)."""
+    for worst in run_ranks(check_slices, 2):
+        assert worst < 1e-5
+
+
+def check_slices(rank: int) -> float:
+    plain, sharded = build_model(), lorashard.shard(build_model())
+    parallel = torch.nn.parallel.DistributedDataParallel(sharded)
+    for _ in range(2):
+        for microbatch in range(2):
+            (plain(**make_batch(seed=microbatch)).loss / 2).backward()
+        parallel(**make_batch(seed=rank)).loss.backward()
+        expected, found = take_gradients(plain), take_gradients(sharded)
+        worst = max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)
+    return worst

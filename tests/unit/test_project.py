@@ -1,0 +1,152 @@
+"""What the project as a whole promises: its versions, its wheel, and which files may name what."""
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lorashard
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# torch's CUDA build brings these, in versions of its own choice; its CPU build does not.
+CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
+ELASTIC_LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+
+
+def read_pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pins}
+
+
+def find_required() -> dict[str, list[Requirement]]:
+    """Return what the project and its dev extra need, directly or not, as the installed packages state it."""
+    required: dict[str, list[Requirement]] = {}
+    waiting = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name.startswith(CUDA_PACKAGES):
+            continue
+        if name not in required:
+            for line in importlib.metadata.requires(name) or []:
+                needed = Requirement(line)
+                extras = requirement.extras or {""}
+                if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                    waiting.append(needed)
+        required.setdefault(name, []).append(requirement)
+    return required
+
+
+def find_distributed_names(source: str) -> set[str]:
+    """Return the dotted names below torch.distributed, or its C++ side, that the source imports or uses."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    return {name for name in names if re.match(r"torch\.(distributed|ops\._?c10d|_C\._distributed)", name)}
+
+
+def find_project_files() -> list[Path]:
+    folders = ["lorashard", "ui", "tests", "docs", "configs", "examples", "benchmarks", ".ci"]
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    paths += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [path for path in paths if not {"__pycache__", "runs"} & set(path.relative_to(ROOT).parts)]
+
+
+def test_version_is_one() -> None:
+    """Catches a release whose package, metadata and pyproject.toml name different versions."""
+    assert importlib.metadata.version("lorashard") == PROJECT["version"]
+    assert getattr(lorashard, "__version__", PROJECT["version"]) == PROJECT["version"]
+
+
+def test_constraints_pin_everything_that_is_installed_for_the_tests() -> None:
+    """Catches a dependency that was added without a pin, or a pin that pyproject.toml's bounds exclude."""
+    pins = read_pins()
+    required = find_required()
+    assert sorted(required.keys() - pins.keys()) == []
+    excluded = [
+        f"{requirement} excludes {pins[name]}"
+        for name, requirements in required.items()
+        for requirement in requirements
+        if not requirement.specifier.contains(pins[name], prereleases=True)
+    ]
+    assert excluded == []
+
+
+def test_no_pin_names_a_build_of_one_kind_of_machine() -> None:
+    """Catches `torch==2.13.0+cpu` from a plain `pip freeze`: no machine with a GPU could install it."""
+    assert [f"{name}=={version}" for name, version in read_pins().items() if "+" in version] == []
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    """Catches a command, record or log pasted with the path of the checkout or of somebody's home folder."""
+    places = [re.escape(str(place)) for place in (ROOT, Path.home()) if place != Path("/")]
+    machine_path = re.compile(rf"(?<![\w./-])(?:{'|'.join(places)}|/(?:home|Users)/\w+)(?=/)".encode())
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group().decode()}"
+        for path in find_project_files()
+        if (match := machine_path.search(path.read_bytes()))
+    ]
+    assert found == []
+
+
+def test_only_dist_names_collectives() -> None:
+    """Catches a second file that talks to torch.distributed; launch.py may name its elastic launcher, nothing else."""
+    found = {}
+    for path in [*(ROOT / "lorashard").rglob("*.py"), *(ROOT / "ui").rglob("*.py")]:
+        file = path.relative_to(ROOT).as_posix()
+        names = find_distributed_names(path.read_text())
+        if file == "lorashard/launch.py":
+            names = {name for name in names if not name.startswith(ELASTIC_LAUNCHER)}
+        if names and file != "lorashard/dist.py":
+            found[file] = sorted(names)
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "import torch\ntorch.distributed.barrier()",
+        "import torch\ntorch.ops._c10d_functional.all_gather_into_tensor",
+    ],
+)
+def test_every_way_of_naming_collectives_is_seen(source: str) -> None:
+    """Catches a check that looks for one spelling and lets the others through."""
+    assert find_distributed_names(source)
+
+
+def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
+    """Catches a subpackage or the `ui` folder left out of the wheel: an editable install would not show it."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    for folder in ("lorashard", "ui"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    files = {path.relative_to(source).as_posix() for path in source.glob("*/**/*.py")}
+
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True, text=True)
+
+    [wheel] = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    assert packed == {re.sub("^ui/", "lorashard_ui/", file) for file in files}

@@ -1,0 +1,450 @@
+"""Base weights by byte range: bit for bit what `from_pretrained` gives, for every way in which checkpoints differ.
+
+The reference is always transformers' own `from_pretrained` on the same folder.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+from accelerate import init_empty_weights
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
+from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter
+
+from lorashard.errors import CheckpointError
+from lorashard.model import weights as weights_module
+from lorashard.model.checkpoint import Checkpoint
+from lorashard.model.weights import BaseWeights
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+DEEPSEEK = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 12,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+# Twelve experts: sorted as text, expert 10 would come before expert 2.
+QWEN_MOE = {**SMALL, "moe_intermediate_size": 24, "num_experts": 12, "num_experts_per_tok": 2, "head_dim": 8}
+GPT_OSS = {**SMALL, "num_local_experts": 4, "head_dim": 8}
+MIXTRAL = {**SMALL, "num_local_experts": 12, "num_experts_per_tok": 2}
+
+
+def save_model(folder, class_name, options, *, dtype=torch.bfloat16, auto=AutoModelForCausalLM, **save_options):
+    """Save a tiny model in which no tensor is constant, and return its folder."""
+    generator = torch.Generator().manual_seed(0)
+    model = auto.from_config(getattr(transformers, f"{class_name}Config")(**options), dtype=dtype)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(folder, **save_options)
+    return folder
+
+
+def rewrite(folder, change):
+    """Change the stored tensors of a single-file checkpoint: `change` maps the old dict to the new one."""
+    file = folder / "model.safetensors"
+    tensors = {key: tensor.contiguous() for key, tensor in change(load_file(file)).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def build_skeleton(folder, dtype, auto=AutoModelForCausalLM):
+    with init_empty_weights(include_buffers=False):
+        model = auto.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def plan(folder, dtype=torch.bfloat16, auto=AutoModelForCausalLM, **options):
+    return BaseWeights.plan(build_skeleton(folder, dtype, auto), Checkpoint.open(folder), dtype, **options)
+
+
+def plan_error(folder, dtype=torch.bfloat16, **options):
+    with pytest.raises(CheckpointError) as caught:
+        plan(folder, dtype, **options)
+    return str(caught.value)
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_as_from_pretrained(folder, dtype, auto=AutoModelForCausalLM, **options):
+    """Compare every parameter and persistent buffer, put together from random cuts, and return the weights."""
+    reference = auto.from_pretrained(folder, dtype=dtype).state_dict(keep_vars=True)
+    weights = plan(folder, dtype, auto, **options)
+    assert set(weights.names) | set(weights.missing) == set(reference)
+    chance = random.Random(0)
+    for name, expected in reference.items():
+        if name in weights.missing:
+            continue
+        assert weights.target_dtype(name) == expected.dtype, name
+        assert weights.shape(name) == expected.shape, name
+        num_bytes = weights.num_bytes(name)
+        # Cuts need not fall between elements: a rank's slice is cut by bytes.
+        cuts = sorted({0, num_bytes, *(chance.randint(0, num_bytes) for _ in range(4))})
+        found = torch.full((num_bytes,), 0xAA, dtype=torch.uint8)
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            weights.read_range(name, begin, end, found[begin:end])
+        assert torch.equal(found, as_bytes(expected.detach())), name
+        assert torch.equal(as_bytes(weights.read(name)), found), name
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("class_name", "options", "dtype"),
+    [
+        ("Llama", {**SMALL, "tie_word_embeddings": True}, torch.bfloat16),
+        ("Llama", {**SMALL, "tie_word_embeddings": False}, torch.float16),
+        ("Qwen3", {**SMALL, "head_dim": 8}, torch.bfloat16),
+        ("GPT2", GPT2, torch.bfloat16),
+        ("Gemma", {**SMALL, "head_dim": 8}, torch.bfloat16),
+        ("Mixtral", MIXTRAL, torch.bfloat16),
+        ("Qwen3Moe", QWEN_MOE, torch.bfloat16),
+        *(("DeepseekV3", DEEPSEEK, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *(("GptOss", GPT_OSS, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_models_equal_from_pretrained(tmp_path, class_name, options, dtype):
+    """Any wrong name, order of experts, cast, float32 module or cut, over model families and compute dtypes."""
+    save_model(tmp_path, class_name, options)
+    assert_same_as_from_pretrained(tmp_path, dtype)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_casts_equal_from_pretrained(tmp_path, monkeypatch, stored, dtype):
+    """A cast in pieces that are misaligned, too large or rounded otherwise; experts too, whose runs are cast singly."""
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", 100)
+    pieces = []
+    read_bytes = Checkpoint.read_bytes
+
+    def record(checkpoint, tensor, begin, end, out):
+        pieces.append(end - begin)
+        read_bytes(checkpoint, tensor, begin, end, out)
+
+    monkeypatch.setattr(Checkpoint, "read_bytes", record)
+    save_model(tmp_path, "Mixtral", {**MIXTRAL, "num_hidden_layers": 1}, dtype=stored)
+    assert_same_as_from_pretrained(tmp_path, dtype)
+    assert 90 < max(pieces) <= 100
+
+
+def test_the_fp32_modules_are_what_the_cases_above_cover(tmp_path):
+    """If transformers stopped keeping these in float32, the tests above would no longer try it."""
+    save_model(tmp_path / "deepseek", "DeepseekV3", DEEPSEEK)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert plan(tmp_path / "deepseek", torch.bfloat16).target_dtype(name) == torch.float32
+    save_model(tmp_path / "gpt_oss", "GptOss", GPT_OSS)
+    assert plan(tmp_path / "gpt_oss", torch.float16).target_dtype("model.norm.weight") == torch.float32
+    assert plan(tmp_path / "gpt_oss", torch.bfloat16).target_dtype("model.norm.weight") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("class_name", "options"), [("Llama", SMALL), ("Qwen3Moe", QWEN_MOE)])
+def test_sharded_checkpoints_equal_from_pretrained(tmp_path, class_name, options):
+    """One expert's tensors in other files than the next one's, or a tensor sought in the wrong file."""
+    save_model(tmp_path, class_name, options, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
+
+
+def test_keys_without_the_base_prefix(tmp_path):
+    """GPT-2 on the hub has `h.0...` and stray masks `h.0.attn.bias` where the model has `transformer.h.0...`."""
+    save_model(tmp_path, "GPT2", GPT2)
+
+    def change(tensors):
+        tensors = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+        return tensors | {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
+
+    rewrite(tmp_path, change)
+    assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
+
+
+def test_keys_with_a_base_prefix_that_the_model_lacks(tmp_path):
+    """The other way round: the bare model from a causal LM's checkpoint."""
+    save_model(tmp_path, "Llama", SMALL)
+    assert_same_as_from_pretrained(
+        tmp_path, torch.bfloat16, transformers.AutoModel, allow_unexpected=("lm_head.weight",)
+    )
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path):
+    """Old Llama checkpoints hold `rotary_emb.inv_freq` in each layer; to refuse them would lose those models."""
+    save_model(tmp_path, "Llama", SMALL)
+    rewrite(tmp_path, lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in (0, 1)})
+    assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
+
+
+def test_a_tied_weight_may_be_stored_under_either_name(tmp_path):
+    """A checkpoint that holds `lm_head.weight` alone for a tied model."""
+    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": True})
+    rewrite(tmp_path, lambda t: {key.replace("model.embed_tokens", "lm_head"): tensor for key, tensor in t.items()})
+    weights = assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(weights.names)
+
+
+def test_tied_weights_stored_twice_must_be_equal(tmp_path, monkeypatch):
+    """transformers unties them if they differ; the tied model would answer with another head."""
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", 1000)
+    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": True})
+    rewrite(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
+
+    def change(tensors):
+        tensors["lm_head.weight"][-1, -1] += 1
+        return tensors
+
+    rewrite(tmp_path, change)
+    message = plan_error(tmp_path)
+    assert "ties model.embed_tokens.weight and lm_head.weight" in message
+    assert "Set tie_word_embeddings to false" in message
+
+
+def test_a_new_head_is_missing_unless_allowed(tmp_path):
+    """A reward model from a causal LM: the new head must be reported, then left to whoever trains it."""
+    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": False})
+    auto = AutoModelForSequenceClassification
+    message = plan_error(tmp_path, auto=auto)
+    assert "1 missing: score.weight" in message and "1 unexpected: lm_head.weight" in message
+    assert "do not fit LlamaForSequenceClassification" in message
+    message = plan_error(tmp_path, auto=auto, allow_missing=("score.",))
+    assert "score.weight" not in message and "1 unexpected: lm_head.weight" in message
+    allowed = {"allow_missing": ("score.",), "allow_unexpected": ("lm_head.",)}
+    weights = assert_same_as_from_pretrained(tmp_path, torch.bfloat16, auto, **allowed)
+    assert weights.missing == ("score.weight",)
+    with pytest.raises(KeyError):
+        weights.read("score.weight")
+
+
+def test_what_does_not_fit_is_listed_before_anything_is_read(tmp_path):
+    """One message with every fault, so that the person need not start again for each."""
+    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": False})
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.norm.weight"] = torch.ones(31)
+        return tensors | {f"extra.{i}": torch.ones(1) for i in range(7)}
+
+    rewrite(tmp_path, change)
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        BaseWeights.plan(build_skeleton(tmp_path, torch.bfloat16), checkpoint, torch.bfloat16)
+    message = str(caught.value)
+    assert "1 missing: model.layers.1.mlp.up_proj.weight" in message
+    assert "7 unexpected: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more" in message
+    assert "1 of another shape: model.norm.weight ([32] in the model, [31] in the checkpoint)" in message
+    assert str(tmp_path) in message and "LlamaForCausalLM" in message
+    assert checkpoint.bytes_read == 0
+
+
+def test_a_lost_tied_weight_is_missing(tmp_path):
+    """Neither name of a tied tensor is stored: nothing would fill the embedding."""
+    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": True})
+    rewrite(tmp_path, lambda t: {key: tensor for key, tensor in t.items() if "embed_tokens" not in key})
+    assert "2 missing: lm_head.weight, model.embed_tokens.weight" in plan_error(tmp_path)
+
+
+def test_an_expert_that_is_not_whole_is_told(tmp_path):
+    """A lost expert would shift all others by one; a lost half of one cannot be fused."""
+    save_model(tmp_path, "Mixtral", MIXTRAL)
+    lost = "model.layers.1.block_sparse_moe.experts.5.w1.weight"
+    assert lost in Checkpoint.open(tmp_path).tensors
+    rewrite(tmp_path, lambda t: {key: tensor for key, tensor in t.items() if key != lost})
+    message = plan_error(tmp_path)
+    assert "1 not convertible: model.layers.1.mlp.experts.gate_up_proj (" in message and "missing" not in message
+    rewrite(
+        tmp_path, lambda t: {key: tensor for key, tensor in t.items() if ".1.block_sparse_moe.experts.5" not in key}
+    )
+    message = plan_error(tmp_path)
+    assert (
+        "2 of another shape: model.layers.1.mlp.experts.gate_up_proj ([12, 96, 32] in the model, [11, 96, 32]"
+        in message
+    )
+
+
+def test_a_tensor_stored_twice_is_refused(tmp_path):
+    """Two stored tensors for one of the model's: which one counts is an accident of their names."""
+    save_model(tmp_path, "Llama", SMALL)
+    rewrite(tmp_path, lambda t: t | {"norm.weight": torch.ones(32)})
+    assert "Model tensor model.norm.weight is in the checkpoint twice" in plan_error(tmp_path)
+
+
+def test_quantised_checkpoints_are_refused(tmp_path):
+    """Packed 4-bit weights would be listed as hundreds of wrong shapes, or worse, fit."""
+    save_model(tmp_path, "Llama", SMALL)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "has a quantization_config (gptq)" in plan_error(tmp_path)
+
+
+def test_a_skeleton_in_another_dtype_is_refused(tmp_path):
+    """The loader follows the skeleton's dtypes: a float32 skeleton would silently double the memory."""
+    save_model(tmp_path, "Llama", SMALL)
+    with pytest.raises(ValueError, match="the skeleton is built in {torch.float32}, not in torch.bfloat16"):
+        BaseWeights.plan(build_skeleton(tmp_path, torch.float32), Checkpoint.open(tmp_path), torch.bfloat16)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("class_name", "options"), [("Llama", SMALL), ("Qwen3Moe", QWEN_MOE), ("Mixtral", MIXTRAL)])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_rank_reads_its_share(tmp_path, class_name, options, stored, world_size):
+    """A rank that reads more than its slices: whole tensors, or whole layers of experts in order to fuse them."""
+    save_model(tmp_path, class_name, options, dtype=stored, max_shard_size="30KB")
+    counts = []
+    for rank in range(world_size):
+        weights = plan(tmp_path)
+        for name in set(weights.names) - {"lm_head.weight"}:
+            share = -(-weights.num_bytes(name) // world_size)
+            begin, end = (min((rank + i) * share, weights.num_bytes(name)) for i in (0, 1))
+            weights.read_range(name, begin, end, torch.empty(end - begin, dtype=torch.uint8))
+        counts.append(weights._checkpoint.bytes_read)
+    total_bytes = sum(s.num_bytes for s in Checkpoint.open(tmp_path).tensors.values() if s.key != "lm_head.weight")
+    # Where a cut splits an element that is cast, both ranks read it.
+    split_bytes = len(weights.names) * world_size * stored.itemsize if stored != torch.bfloat16 else 0
+    assert total_bytes <= sum(counts) <= total_bytes + split_bytes
+    assert max(counts) <= total_bytes / world_size + len(weights.names) * world_size * stored.itemsize
+
+
+@pytest.fixture
+def fused_llama(tmp_path, monkeypatch):
+    """A Llama whose checkpoint holds fused and transposed tensors, with the conversions that undo it."""
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    conversions = [
+        WeightConverter("attn.qk.weight", ["attn.q_proj.weight", "attn.k_proj.weight"], [Chunk(dim=0)]),
+        WeightConverter("attn.o_t.weight", "attn.o_proj.weight", [Transpose(0, 1)]),
+        WeightConverter(["mlp.g0.weight", "mlp.g1.weight"], "mlp.gate_proj.weight", [Concatenate(dim=0)]),
+        WeightConverter(["mlp.u0.weight", "mlp.u1.weight"], "mlp.up_proj.weight", [Concatenate(dim=1)]),
+        WeightConverter(
+            "mlp.dx_t.weight", ["mlp.down_proj.weight"], [Transpose(0, 1), Transpose(0, 1), Transpose(0, 1)]
+        ),
+    ]
+    cache = conversion_mapping._checkpoint_conversion_mapping_cache
+    save_model(
+        tmp_path,
+        "Llama",
+        {**SMALL, "num_key_value_heads": 4, "head_dim": 6, "tie_word_embeddings": True},
+        dtype=torch.float32,
+    )
+
+    def change(tensors):
+        for i in range(2):
+            take = lambda key, i=i: tensors.pop(f"model.layers.{i}.{key}.weight")  # noqa: E731
+            q, k = take("self_attn.q_proj"), take("self_attn.k_proj")
+            gate, up = take("mlp.gate_proj"), take("mlp.up_proj")
+            made = {"self_attn.qk": torch.cat([q, k]), "self_attn.o_t": take("self_attn.o_proj").T}
+            made |= {"mlp.g0": gate[:10], "mlp.g1": gate[10:], "mlp.u0": up[:, :5], "mlp.u1": up[:, 5:]}
+            made |= {"mlp.dx_t": take("mlp.down_proj").T}
+            tensors.update({f"model.layers.{i}.{key}.weight": tensor for key, tensor in made.items()})
+        return tensors
+
+    rewrite(tmp_path, change)
+    monkeypatch.setitem(cache, "LlamaForCausalLM", conversions)
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_conversions_equal_from_pretrained(fused_llama, dtype):
+    """Conversions that are concatenations, read by range, and others, computed by transformers' own operations."""
+    assert_same_as_from_pretrained(fused_llama, dtype)
+
+
+def test_only_true_concatenations_are_read_by_range(fused_llama):
+    """A transposed or column-wise fused tensor taken for a concatenation is garbage; one computed whole costs reads."""
+    weights = plan(fused_llama, torch.float32)
+    count = lambda: weights._checkpoint.bytes_read  # noqa: E731
+    for key, whole in [
+        ("self_attn.q_proj", False),
+        ("self_attn.k_proj", False),
+        ("mlp.gate_proj", False),
+        ("self_attn.o_proj", True),
+        ("mlp.up_proj", True),
+        ("mlp.down_proj", True),
+    ]:
+        name = f"model.layers.0.{key}.weight"
+        before = count()
+        weights.read_range(name, 40, 80, torch.empty(40, dtype=torch.uint8))
+        assert count() - before == (weights.num_bytes(name) if whole else 40), key
+
+
+def test_a_unit_computes_its_tensors_once_and_forgets_them(fused_llama):
+    """Computing a layer again for each range, or keeping more than one unit's computed tensors in memory."""
+    weights = plan(fused_llama, torch.float32)
+    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 1)]
+    num_bytes = weights.num_bytes(names[0])
+    piece = torch.empty(8, dtype=torch.uint8)
+    for name in names:
+        before = weights._checkpoint.bytes_read
+        with weights.unit([name]):
+            for begin in (0, 8, 16):
+                weights.read_range(name, begin, begin + 8, piece)
+            assert weights._checkpoint.bytes_read - before == num_bytes
+            other = next(other for other in names if other != name)
+            weights.read_range(other, 0, 8, piece)
+            assert list(weights._converted) == [name]
+            with pytest.raises(RuntimeError, match="a unit is open already"), weights.unit([other]):
+                pass
+        assert not weights._converted
+    with pytest.raises(KeyboardInterrupt), weights.unit(names):
+        weights.read(names[0])
+        raise KeyboardInterrupt
+    assert not weights._converted
+    with weights.unit(names):
+        pass
+
+
+def test_values_do_not_depend_on_the_model_after_planning(fused_llama):
+    """Adapters rename the model's modules before its weights are read."""
+    model = build_skeleton(fused_llama, torch.float32)
+    weights = BaseWeights.plan(model, Checkpoint.open(fused_llama), torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(fused_llama, dtype=torch.float32).state_dict()
+    del model.model
+    for name, tensor in reference.items():
+        assert torch.equal(weights.read(name), tensor), name
+
+
+def test_the_skeletons_values_are_never_read(tmp_path):
+    """Placeholders on the real device raise when they are read; planning happens with and without them."""
+    save_model(tmp_path, "Mixtral", MIXTRAL)
+    model = build_skeleton(tmp_path, torch.bfloat16)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    BaseWeights.plan(model, Checkpoint.open(tmp_path), torch.bfloat16)
+    assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
+
+
+def test_ranges_outside_a_tensor_are_refused(tmp_path):
+    """A wrong layout would fill a shard with the next tensor's bytes, or leave some of it unset."""
+    save_model(tmp_path, "Llama", SMALL)
+    weights = plan(tmp_path)
+    for begin, end, numel in [(0, 66, 66), (-2, 2, 4), (4, 2, 2), (0, 8, 9)]:
+        with pytest.raises(ValueError, match="of model.norm.weight"):
+            weights.read_range("model.norm.weight", begin, end, torch.empty(numel, dtype=torch.uint8))
