@@ -2,19 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-from peft import PeftModel
+from accelerate.state import PartialState
+from peft import PeftConfig, PeftModel
 
 from . import dist
 from .engine import Engine, Stats
 from .errors import ConfigError
 from .model.adapters import base_test
+from .model.loading import load_sharded
 from .model.sharding import ENGINE_ATTRIBUTE, fill_from_memory, shard_structure
 from .model.units import find_structure
 
 Placement = Literal["shard", "replicate"]
+
+
+def load(
+    model_name_or_path: str,
+    lora: PeftConfig,
+    placement: Placement = "shard",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    prefetch: int = 1,
+    device: torch.device | None = None,
+) -> PeftModel:
+    """Load a checkpoint with its frozen base sharded and a new adapter on top.
+
+    With the random seed set just before, the adapter equals the one that `get_peft_model` makes on the model from
+    `from_pretrained`.
+
+    Args:
+        model_name_or_path: a local folder or a hub id, with safetensors files.
+        lora: what PEFT puts on top. The auto class follows its `task_type`: causal LM, or sequence classification.
+        placement: `shard` keeps 1/W of the base on each of W ranks; `replicate` keeps all of it on each.
+        dtype: the base's, which is also what it computes in.
+        revision: branch, tag or commit of a hub model.
+        prefetch: how many units ahead to gather.
+        device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the model.
+        ConfigError: an unknown placement or task, an adapter that rewrites the base, or ranks that accelerate does
+            not see.
+
+    Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
+    Memory: never more than one unit beyond this rank's shards and slots.
+    """
+    device = device or dist.choose_device()
+    check_placement(placement)
+    join_launch()
+    model = load_sharded(
+        str(model_name_or_path),
+        lora,
+        lambda: make_group(placement),
+        device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        prefetch=prefetch,
+    )
+    return _share_adapter(model)
 
 
 def shard(
@@ -36,11 +89,14 @@ def shard(
     Memory: the model as it is at first; the whole weights are freed a unit at a time.
     """
     device = device or dist.choose_device()
-    dist.init_from_launcher(device)
-    dist.check_world_size()
+    check_placement(placement)
+    join_launch()
     structure = find_structure(model, base_test(model))
     shard_structure(model, structure, fill_from_memory, make_group(placement), device, prefetch)
-    model.to(device)
+    return _share_adapter(model.to(device))
+
+
+def _share_adapter(model: PeftModel) -> PeftModel:
     dist.broadcast_(parameter.data for parameter in model.parameters() if parameter.requires_grad)
     return model
 
@@ -65,13 +121,38 @@ def engine_of(model: torch.nn.Module) -> Engine:
     )
 
 
+def join_launch() -> None:
+    """Take this process's place among the ranks of its launch, if a launcher started it; accelerate does the work.
+
+    On a machine without GPUs accelerate sees a single process unless it is told: two ranks would train alone, and both
+    would look healthy.
+
+    Raises:
+        ConfigError: the launcher's world size and accelerate's differ.
+
+    Ranks: collective over all ranks of the launch.
+    """
+    env = dist.read_launcher_env()
+    if env is None or env.world_size == 1:
+        return
+    seen = PartialState(cpu=dist.is_cpu_requested()).num_processes
+    if seen != env.world_size:
+        raise ConfigError(
+            f"the launcher started {env.world_size} ranks but accelerate sees {seen}, so the ranks would train alone: "
+            "for ranks on the CPU set ACCELERATE_USE_CPU=true, or make Accelerator(cpu=True) or the trainer's "
+            "arguments with use_cpu=True before lorashard.load"
+        )
+
+
+def check_placement(placement: str) -> None:
+    """Raise ConfigError for a placement that is none."""
+    if placement not in get_args(Placement):
+        raise ConfigError(f"placement: expected one of {', '.join(get_args(Placement))}, found '{placement}'")
+
+
 def make_group(placement: Placement) -> dist.ShardGroup:
     """Return the ranks that `placement` shards a unit over.
 
     Ranks: collective over all ranks.
     """
-    if placement == "shard":
-        return dist.ShardGroup.over_all_ranks()
-    if placement == "replicate":
-        return dist.ShardGroup()
-    raise ConfigError(f"placement: expected 'shard' or 'replicate', found '{placement}'")
+    return dist.ShardGroup.over_all_ranks() if placement == "shard" else dist.ShardGroup()

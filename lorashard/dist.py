@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-from .errors import ConfigError, ShardError
 
 
 class Work(Protocol):
@@ -40,35 +37,17 @@ def read_launcher_env() -> LauncherEnv | None:
     )
 
 
-def choose_device(use_cpu: bool | None = None) -> torch.device:
-    """Return this rank's device: the GPU of its local rank, else the CPU.
+def is_cpu_requested() -> bool:
+    """Tell whether accelerate was told through its environment to compute on the CPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
-    Args:
-        use_cpu: True takes the CPU although GPUs are visible; None takes it where accelerate was told to
-            (`ACCELERATE_USE_CPU`) or no GPU is there.
-    """
-    if use_cpu is None:
-        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if use_cpu or not torch.cuda.is_available():
+
+def choose_device() -> torch.device:
+    """Return this rank's device: the GPU of its local rank; the CPU where accelerate was told so or no GPU is there."""
+    if is_cpu_requested() or not torch.cuda.is_available():
         return torch.device("cpu")
     env = read_launcher_env()
     return torch.device("cuda", env.local_rank if env else torch.cuda.current_device())
-
-
-def init_from_launcher(device: torch.device, timeout: timedelta | None = None) -> None:
-    """Start the default process group if a launcher's environment is there and the group is not.
-
-    nccl on CUDA, gloo on CPU. Does nothing without a launcher: then there is one rank and no group is needed.
-
-    Ranks: collective; every rank of the launch must call it.
-    """
-    if dist.is_initialized() or read_launcher_env() is None:
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
 
 
 def is_initialized() -> bool:
@@ -84,28 +63,6 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_initialized() else 1
-
-
-def check_world_size() -> None:
-    """Refuse a launch in which accelerate sees other ranks than the launcher started.
-
-    On a machine without GPUs accelerate sees a single process unless it is told: two ranks then train alone, and
-    both look healthy.
-
-    Raises:
-        ConfigError: the launcher's world size and accelerate's differ.
-    """
-    env = read_launcher_env()
-    if env is None or env.world_size == 1:
-        return
-    from accelerate.state import PartialState
-
-    seen = PartialState._shared_state.get("num_processes")  # empty until something created the state
-    if seen is not None and seen != env.world_size:
-        raise ConfigError(
-            f"the launcher started {env.world_size} ranks but accelerate sees {seen}, so the ranks would train alone: "
-            "set ACCELERATE_USE_CPU=true (or use_cpu=True, Accelerator(cpu=True)) for ranks on the CPU"
-        )
 
 
 def broadcast_(tensors: Iterable[torch.Tensor], source_rank: int = 0) -> None:
@@ -170,19 +127,3 @@ class ShardGroup:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.control_group)
         return [one.tolist() for one in everyone]
-
-
-def raise_if_any_failed(message: str | None) -> None:
-    """Raise ShardError on all ranks when one of them gives a message: nobody waits for a rank that has stopped.
-
-    Ranks: collective over all ranks.
-    """
-    if get_world_size() == 1:
-        if message is not None:
-            raise ShardError(message)
-        return
-    messages: list[str | None] = [None] * get_world_size()
-    dist.all_gather_object(messages, message)
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
-    if found:
-        raise ShardError("; ".join(found))

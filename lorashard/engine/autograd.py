@@ -66,7 +66,7 @@ def saved_handles(pool: SlotPool, restore: Callable[[Handle], torch.Tensor]) -> 
     def pack(tensor: torch.Tensor) -> Any:
         slot = pool.find(tensor)
         if slot is not None and slot.owner is not None:
-            return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         if outer is not None:
             return _Outer(outer[0](tensor))
         return _Kept(tensor, tensor._version)

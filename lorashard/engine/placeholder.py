@@ -37,7 +37,9 @@ class Placeholder(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0] if args else None
         if isinstance(first, Placeholder):
             if func in _HARMLESS:
@@ -75,7 +77,7 @@ class Placeholder(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "pickled")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder({self.full_name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -91,6 +93,6 @@ def _read(value: Any, func: object) -> Any:
 def _refusal(placeholder: Placeholder, what: str) -> ShardError:
     return ShardError(
         f"base weight '{placeholder.full_name}' is sharded and was {what}: its numbers are whole only inside the "
-        "model's own forward and backward. Save adapters with save_pretrained, merge with lorashard.merge, or load "
-        "with placement='replicate' to keep the whole base on every rank"
+        "model's own forward and backward. Save adapters with save_pretrained; load with placement='replicate' to keep "
+        "the whole base readable on every rank"
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from typing import TypeVar
+
+Key = TypeVar("Key")
 
 
 class Direction(enum.Enum):
@@ -30,12 +33,15 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     return num_visits - position + target
 
 
-def farthest(candidates: Iterable[tuple[int, Iterable[int]]], position: int, direction: Direction, num_visits: int):
+def farthest(
+    candidates: Iterable[tuple[Key, Iterable[int]]], position: int, direction: Direction, num_visits: int
+) -> Key | None:
     """Return the key of the candidate (key, its visits) whose nearest next visit lies farthest ahead, or None.
 
     Ties go to the first: all ranks must choose alike.
     """
-    best_key, best_distance = None, -1
+    best_key: Key | None = None
+    best_distance = -1
     for key, visits in candidates:
         distance = min(count_visits_until(visit, position, direction, num_visits) for visit in visits)
         if distance > best_distance:

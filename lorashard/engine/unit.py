@@ -11,7 +11,7 @@ from torch import nn
 
 from ..dist import Work
 from .home import DeviceHome
-from .layout import Layout
+from .layout import Field, Layout
 from .placeholder import Placeholder
 from .slots import Slot
 from .streams import SideStream
@@ -142,7 +142,7 @@ class Unit:
                 owner.module._parameters[owner.attribute] = tensor  # type: ignore[assignment]
 
 
-def _view_of(buffer: torch.Tensor, field) -> nn.Parameter:
+def _view_of(buffer: torch.Tensor, field: Field) -> nn.Parameter:
     whole = buffer[field.begin_byte : field.end_byte].view(field.dtype).view(field.shape)
     return nn.Parameter(whole, requires_grad=False)
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,7 +181,7 @@ class Checkpoint:
         absent = [name for name in file_names if not (folder / name).is_file()]
         if absent:
             raise CheckpointError(
-                f"{folder / INDEX_NAME} names weight files that are not there: {_shorten(absent)}. "
+                f"{folder / INDEX_NAME} names weight files that are not there: {shorten(absent)}. "
                 "The download or copy is incomplete: fetch the files again."
             )
         tensors: dict[str, StoredTensor] = {}
@@ -203,7 +203,7 @@ class Checkpoint:
         ]
         if strays:
             raise CheckpointError(
-                f"{folder / INDEX_NAME} names tensors that are not in their files: {_shorten(strays)}. "
+                f"{folder / INDEX_NAME} names tensors that are not in their files: {shorten(strays)}. "
                 "Index and files are from different checkpoints: fetch them again."
             )
         return cls(folder, tensors, header_bytes)
@@ -224,7 +224,7 @@ class Checkpoint:
         if begin == end:
             return
         descriptor = self._descriptor(tensor.file)
-        view = memoryview(out.numpy())
+        view = memoryview(out.numpy())  # type: ignore[arg-type]
         done = 0
         # One call reads at most 2 GiB on Linux.
         while done < len(view):
@@ -262,16 +262,16 @@ def _describe_missing_weights(folder: Path) -> str:
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:
         return (
-            f"{expected}only pickled weights ({_shorten(pickled)}), which cannot be read by byte range. Convert them "
+            f"{expected}only pickled weights ({shorten(pickled)}), which cannot be read by byte range. Convert them "
             'once: python -c "from transformers import AutoModelForCausalLM as A; '
             f"A.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder) + '-safetensors'!r})\", "
             "and copy the tokenizer files over."
         )
     others = sorted(path.name for path in folder.iterdir())
     return (
-        f"{expected}{_shorten(others) if others else 'an empty folder'}. "
-        "Give the folder of a whole model; a hub model must hold safetensors (one with .bin files alone is converted by "
-        "loading it with transformers and calling save_pretrained)."
+        f"{expected}{shorten(others) if others else 'an empty folder'}. "
+        "Give the folder of a whole model. A hub model that has .bin files alone must be converted first: load it with "
+        "transformers and call save_pretrained."
     )
 
 
@@ -361,6 +361,7 @@ def _check_contiguous(file: Path, data_begin_byte: int, file_bytes: int, tensors
         )
 
 
-def _shorten(names: list[str], limit: int = 5) -> str:
+def shorten(names: Sequence[str], limit: int = 5) -> str:
+    """Return the first names of a list, and how many more there are, for a message."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

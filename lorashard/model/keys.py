@@ -6,6 +6,7 @@ follows `convert_and_load_state_dict_in_model`, from 5.17 on, without reading a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -53,31 +54,34 @@ class Group:
         converter = deepcopy(self.converter)
         for pattern, tensors in self.sources.items():
             for stored in tensors:
-                converter.add_tensor(self.name, stored.key, pattern, load(stored))
+                converter.add_tensor(self.name, stored.key, pattern, load(stored))  # type: ignore[arg-type]
         made = converter.convert(self.name, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def concatenate(self, made: Mapping[str, torch.Tensor]) -> dict[str, Runs] | None:
         """Return what the conversion makes as runs of stored elements, or None where it is no mere concatenation.
 
-        Only for operations that are known to move whole runs of elements, whose outcome has the shapes that transformers'
-        own conversion gave (`made`): stacking along dim 0, concatenating along dim 0 (or along dim 1 what was just
-        stacked: each expert's gate, then its up projection), and chunking along dim 0.
+        Only for operations that are known to move whole runs of elements: stacking along dim 0, concatenating along
+        dim 0 (or along dim 1 what was just stacked: each expert's gate, then its up projection), and chunking along
+        dim 0. The outcome must have the shapes that transformers' own conversion gave (`made`).
         """
-        operations = self.converter.operations if self.converter else []
+        if self.converter is None:
+            ((stored,),) = self.sources.values()
+            return {self.name: Runs.of(stored)}
+        patterns = self.converter.source_patterns
         values = {pattern: [Runs.of(stored) for stored in tensors] for pattern, tensors in self.sources.items()}
         is_stacked = False
-        for operation in operations:
-            parts = [runs for pattern in self.converter.source_patterns for runs in values.get(pattern, [])]
+        for operation in self.converter.operations:
+            parts = [runs for pattern in patterns for runs in values.get(pattern, [])]
             if type(operation) is MergeModulelist and operation.dim == 0:
                 if any(len({runs.shape for runs in stack}) != 1 for stack in values.values()):
                     return None
                 values = {pattern: [Runs.stack(stack)] for pattern, stack in values.items()}
                 is_stacked = True
             elif type(operation) is Concatenate and (operation.dim == 0 or (operation.dim == 1 and is_stacked)):
-                values = {self.name: [Runs.cat(parts, operation.dim)]}
+                values = {patterns[0]: [Runs.cat(parts, operation.dim)]}
             elif type(operation) is Chunk and operation.dim == 0 and len(parts) == 1:
-                values = {self.name: parts[0].split([tensor.shape[0] for tensor in made.values()])}
+                values = {patterns[0]: parts[0].split([tensor.shape[0] for tensor in made.values()])}
             else:
                 return None
         outcome = [runs for stack in values.values() for runs in stack]
@@ -104,7 +108,7 @@ class Skeleton:
 def map_keys(
     model: PreTrainedModel, stored_tensors: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return the groups in which stored tensors are loaded, and the unexpected model names with the keys they come from.
+    """Return the groups in which stored tensors are loaded, and the names unknown to the model with their stored keys.
 
     Args:
         model: Skeleton without adapters, built in `dtype`.
@@ -146,8 +150,6 @@ def _choose_dtypes(
     model: PreTrainedModel, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
     """Return each tensor's dtype: float32 where the model insists, else the skeleton's own."""
-    import re
-
     plan = {re.compile(pattern.replace("*", ".*")): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
     return {
         name: next((kept for pattern, kept in plan.items() if pattern.search(name)), tensor.dtype)
@@ -160,5 +162,5 @@ def drop_ignored(
 ) -> tuple[set[str], set[str]]:
     """Return missing and unexpected names without those that the model's class says do not matter."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
-    model._adjust_missing_and_unexpected_keys(report)
+    model._adjust_missing_and_unexpected_keys(report)  # type: ignore[arg-type]
     return report.missing_keys, report.unexpected_keys

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..engine import Owner
+from ..engine import Owner, Placeholder
 from ..errors import CheckpointError
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
@@ -70,9 +70,8 @@ def find_decoder_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         is_inside = any(path.startswith(outer + ".") for outer in stacks)
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and not is_inside:
-            if any(True for _ in module.parameters()):
-                stacks[path] = module
+        if isinstance(module, nn.ModuleList) and not is_inside and any(True for _ in module.parameters()):
+            stacks[path] = module
     if not stacks:
         raise CheckpointError(
             f"no decoder stack found in {type(model).__name__}: expected an nn.ModuleList of layers that hold "
@@ -150,6 +149,7 @@ def _find_weights(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> 
             if parameter is None or not is_base(parameter):
                 continue
             if parameter not in found:
-                found[parameter] = FoundWeight(f"{path}.{attribute}" if path else attribute, parameter)
+                name = parameter.full_name if isinstance(parameter, Placeholder) else f"{path}.{attribute}"
+                found[parameter] = FoundWeight(name, parameter)
             found[parameter].owners.append(Owner(module, attribute))
     return list(found.values())

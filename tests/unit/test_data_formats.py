@@ -31,7 +31,7 @@ def test_jsonl_rows_keep_their_line_numbers(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["\ufeff" + json.dumps(PAIRS[0]), "", '{"prompt": "x", ', "[1]", PAIRS[1]])
     assert read(path) == [
         ("a.jsonl line 1", PAIRS[0]),
-        ("a.jsonl line 3", "broken JSON: Expecting property name enclosed in double quotes at column 17"),
+        ("a.jsonl line 3", "broken JSON: Expecting property name enclosed in double quotes at column 16"),
         ("a.jsonl line 4", "wrong type: expected an object with named fields, found a list"),
         ("a.jsonl line 5", PAIRS[1]),
     ]
@@ -90,13 +90,13 @@ def test_parquet_rows_equal_jsonl_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": messages}), tmp_path / "a.parquet")
     rows = read(tmp_path / "a.parquet")
     assert [place for place, _ in rows] == [f"a.parquet row {number}" for number in range(1, 601)]
-    tokenizer = make_tokenizer("{{ messages }}")  # shows every key
+    shows_every_key = "{% generation %}{{ messages }}{% endgeneration %}"
     jsonl = write_jsonl(tmp_path / "a.jsonl", [{"messages": row} for row in messages])
-    from_parquet = prepare(
-        DataOptions(dataset=str(tmp_path / "a.parquet"), assistant_only_loss=False), tokenizer, tmp_path / "cache"
+    from_parquet, from_jsonl = (
+        prepare(DataOptions(dataset=path), make_tokenizer(shows_every_key), tmp_path / "cache").train[:]
+        for path in (str(tmp_path / "a.parquet"), jsonl)
     )
-    from_jsonl = prepare(DataOptions(dataset=jsonl, assistant_only_loss=False), tokenizer, tmp_path / "cache")
-    assert sorted(map(len, from_parquet.train["input_ids"])) == sorted(map(len, from_jsonl.train["input_ids"]))
+    assert from_parquet == from_jsonl
 
 
 def test_parquet_of_mixed_objects_is_decoded(tmp_path: Path) -> None:
@@ -181,17 +181,29 @@ def test_unreachable_hub_dataset_is_a_data_error() -> None:
 
 def test_reading_takes_the_memory_of_a_row(tmp_path: Path) -> None:
     """Catches a reader that holds all rows: files may be larger than memory."""
-    rows = [{"text": "x" * 1000}] * 8000
+    rows = [{"text": "x" * 1000}] * 3000
     write_jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
     del rows
     for name in ("a.jsonl", "a.json", "a.csv"):
         tracemalloc.start()
-        assert sum(1 for _ in open_source(str(tmp_path / name), "train", None, None).read()) == 8000
+        assert sum(1 for _ in open_source(str(tmp_path / name), "train", None, None).read()) == 3000
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak_bytes < 1_000_000, name
+
+
+def test_broken_json_list_is_found_where_it_breaks(tmp_path: Path) -> None:
+    """Catches a large file read into memory whole because an early item is broken."""
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, {"text" "b"}, ' + json.dumps([{"text": "x" * 1000}] * 4000)[1:])
+    tracemalloc.start()
+    with pytest.raises(DataError, match="broken JSON after row 1"):
+        read(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -294,6 +306,15 @@ def test_text_parts_become_one_string(tmp_path: Path) -> None:
     ]
     prepared = prepare(DataOptions(dataset=write_jsonl(tmp_path / "a.jsonl", rows)), make_tokenizer(CHATML), tmp_path)
     assert prepared.train[0] == prepared.train[1]
+
+
+def test_empty_tools_are_no_tools(tmp_path: Path) -> None:
+    """Catches a template that announces tools for the empty list of a row that has none."""
+    rows = [{"messages": chat("How many?", "72"), "tools": tools} for tools in ([], "[]", None)]
+    template = "{%- if tools is not none %}{{- 'tools' }}{%- endif %}" + CHATML
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    prepared = prepare(DataOptions(dataset=path), make_tokenizer(template), tmp_path / "cache")
+    assert prepared.train[0] == prepared.train[1] == prepared.train[2]
 
 
 def test_system_column_is_the_first_message(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from lorashard.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{number} + {number}\n", "completion": f"{2 * number}"} for number in range(1, 301)]
 
-# Prepares argv[1] in argv[2], after saying so; "stuck" never gets to give the result its name.
+# Prepares argv[1] in argv[2] as argv[3]; "stuck" goes first, and never gets to give the result its name.
 PROCESS = """
-import os, sys, time
+import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from data_support import make_tokenizer
@@ -28,7 +28,7 @@ from lorashard.data import prepare as module
 from lorashard.data.options import DataOptions
 
 name, folder = sys.argv[3], Path(sys.argv[2])
-tokenizer, build, rename = make_tokenizer(), module._build, os.rename
+tokenizer, build = make_tokenizer(), module._build
 
 def count_build(*arguments):
     (folder / f"built-by-{name}").touch()
@@ -41,6 +41,9 @@ def hang(*arguments):
 module._build = count_build
 if name == "stuck":
     module.os.rename = hang
+else:
+    while not (folder / "stuck").exists():
+        time.sleep(0.02)
 (folder / f"ready-{name}").touch()
 prepared = module.prepare(DataOptions(dataset=sys.argv[1]), tokenizer, folder / "cache")
 print(prepared.path.name, len(prepared.train))
@@ -62,18 +65,16 @@ def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_killed_process_leaves_the_work_to_one_of_those_that_wait(tmp_path: Path) -> None:
-    """Catches a half-written result taken for whole after kill -9, a lock that outlives its owner, and several builds."""
+    """Catches a half result taken for whole after kill -9, a lock that outlives its owner, and more than one build."""
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
 
     def start(name: str) -> subprocess.Popen:
         command = [sys.executable, "-c", PROCESS, path, str(tmp_path), name, str(Path(__file__).parent)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    processes = [start("stuck")]
+    processes = [start("stuck"), start("a"), start("b")]
     try:
-        wait_for(tmp_path / "stuck")  # all is written, but for the name
-        processes += [start("a"), start("b")]
-        wait_for(tmp_path / "ready-a", tmp_path / "ready-b")
+        wait_for(tmp_path / "ready-a", tmp_path / "ready-b")  # "stuck" has written everything but the name
         time.sleep(0.3)
         assert not list(tmp_path.glob("built-by-[ab]"))
         os.kill(processes[0].pid, signal.SIGKILL)
@@ -171,7 +172,7 @@ def test_error_names_the_first_bad_rows_and_counts_all(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "10 of 14 rows cannot be trained on" in message
     assert "1 broken JSON, 1 empty completion, 1 missing field, 7 nothing supervised" in message
-    assert "rows.jsonl line 4: Expecting value at column 12; rows.jsonl line 5: `completion` is empty;" in message
+    assert "rows.jsonl line 4: Expecting value at column 11; rows.jsonl line 5: `completion` is empty;" in message
     assert "rows.jsonl line 7: max_length 40 cuts off all 2 tokens to learn of" in message
     assert "on_bad_row: skip" in message
     assert "\n" not in message

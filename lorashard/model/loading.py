@@ -1,0 +1,172 @@
+"""From a checkpoint to a sharded PeftModel, without a whole model on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from ..dist import ShardGroup
+from ..engine import Placeholder
+from ..errors import ConfigError
+from .adapters import base_test
+from .checkpoint import Checkpoint, resolve_folder
+from .sharding import fill_from_memory, shard_structure
+from .units import FoundUnit, FoundWeight, find_structure
+from .weights import BaseWeights
+
+_AUTO_CLASSES = {
+    None: AutoModelForCausalLM,
+    TaskType.CAUSAL_LM: AutoModelForCausalLM,
+    TaskType.SEQ_CLS: AutoModelForSequenceClassification,
+}
+# What PEFT may put on top of a checkpoint that was saved for another task: initialised, then trained.
+_NEW_HEADS = {TaskType.SEQ_CLS: ("score.", "classifier.")}
+_UNUSED_HEADS = {TaskType.SEQ_CLS: ("lm_head.",)}
+_REWRITING_INITIALISATIONS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
+
+
+def build_skeleton(
+    model_name_or_path: str,
+    folder: Path,
+    task_type: TaskType | str | None,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    attn_implementation: str | None,
+) -> PreTrainedModel:
+    """Return the model of a checkpoint's config with weights on the meta device and real rotary buffers.
+
+    Raises:
+        ConfigError: no auto class is known for `task_type`, or the model needs code of its own.
+    """
+    if task_type not in _AUTO_CLASSES:
+        expected = ", ".join(str(known.value) for known in _AUTO_CLASSES if known)
+        raise ConfigError(f"task_type: expected one of {expected}, found '{task_type}'")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config.name_or_path = model_name_or_path
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = _AUTO_CLASSES[task_type].from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        )
+    model.tie_weights()
+    if model.can_generate() and (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def load_sharded(
+    model_name_or_path: str,
+    lora: PeftConfig,
+    make_group: Callable[[], ShardGroup],
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    prefetch: int = 1,
+) -> PeftModel:
+    """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
+
+    Args:
+        make_group: gives the ranks to shard over. Called when the checkpoint and the adapter are known to be right,
+            since it is the first collective.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the model.
+        ConfigError: the adapter cannot be made on a sharded base.
+
+    Ranks: collective over all ranks, once the checkpoint has been checked.
+    Memory: the shards, the slots, and never more than one unit beside them.
+    """
+    _check_initialisation(lora)
+    task_type = TaskType(lora.task_type) if lora.task_type else None
+    folder = resolve_folder(model_name_or_path, revision)
+    with Checkpoint.open(folder) as checkpoint:
+        skeleton = build_skeleton(model_name_or_path, folder, task_type, dtype, trust_remote_code, attn_implementation)
+        weights = BaseWeights.plan(
+            skeleton,
+            checkpoint,
+            dtype,
+            allow_missing=_NEW_HEADS.get(task_type, ()),
+            allow_unexpected=_UNUSED_HEADS.get(task_type, ()),
+        )
+        _put_placeholders(skeleton, weights, device)
+        model = get_peft_model(skeleton, lora)
+        structure = find_structure(model, base_test(model))
+        shard_structure(
+            model, structure, _reader(weights), make_group(), device, prefetch, lambda unit: _around(weights, unit)
+        )
+    return model.to(device)
+
+
+def _check_initialisation(lora: PeftConfig) -> None:
+    wanted = str(getattr(lora, "init_lora_weights", True)).lower()
+    if wanted.startswith(_REWRITING_INITIALISATIONS):
+        raise ConfigError(
+            f"init_lora_weights: '{wanted}' rewrites the base's weights, which lorashard shares read-only; expected "
+            "true, false or 'gaussian'"
+        )
+
+
+def _put_placeholders(model: PreTrainedModel, weights: BaseWeights, device: torch.device) -> None:
+    """Replace every meta parameter by a placeholder on the real device, and make every buffer real there."""
+    twins: dict[nn.Parameter, torch.Tensor] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = names[parameter]
+            if parameter not in twins:
+                twins[parameter] = _stand_in(name, parameter, module, model, weights, device)
+            module._parameters[attribute] = twins[parameter]  # type: ignore[assignment]
+        for attribute, buffer in module._buffers.items():
+            name = f"{path}.{attribute}" if path else attribute
+            if buffer is not None:
+                value = weights.read(name) if name in weights.names else buffer
+                module._buffers[attribute] = value.to(device)
+
+
+def _stand_in(
+    name: str,
+    parameter: nn.Parameter,
+    module: nn.Module,
+    model: PreTrainedModel,
+    weights: BaseWeights,
+    device: torch.device,
+) -> torch.Tensor:
+    if name not in weights.names:  # a new head that the checkpoint does not have
+        attribute = name.rpartition(".")[2]
+        module._parameters[attribute] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+        model._init_weights(module)
+        return module._parameters[attribute]  # type: ignore[return-value]
+    placeholder = Placeholder(name, parameter.shape, weights.target_dtype(name), device)
+    placeholder.reader = lambda: weights.read(name).to(device)
+    return placeholder
+
+
+def _reader(weights: BaseWeights) -> Callable[[FoundWeight, int, int, torch.Tensor], None]:
+    def fill(weight: FoundWeight, begin_byte: int, end_byte: int, out: torch.Tensor) -> None:
+        if isinstance(weight.parameter, Placeholder):
+            weights.read_range(weight.name, begin_byte, end_byte, out)
+        else:
+            fill_from_memory(weight, begin_byte, end_byte, out)
+
+    return fill
+
+
+def _around(weights: BaseWeights, unit: FoundUnit) -> AbstractContextManager[None]:
+    return weights.unit([weight.name for weight in unit.weights if isinstance(weight.parameter, Placeholder)])

@@ -1,0 +1,266 @@
+"""From a checkpoint to shards: the same model as transformers and PEFT give, read once over all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support import run_ranks
+from tiny import NUM_LAYERS, build_base, fill_lora_b, find_differences, make_batch, take_gradients
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import lorashard
+from lorashard.errors import CheckpointError, ConfigError
+from lorashard.model.checkpoint import Checkpoint
+
+MOE = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+
+
+def save_base(folder: Path, family: str) -> str:
+    torch.manual_seed(0)
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**MOE, num_local_experts=4))
+    elif family == "qwen3-moe":
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**MOE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
+        )
+    else:
+        model = build_base(family)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    return str(folder)
+
+
+def compare(folder: str, dtype: torch.dtype, **options) -> list[str]:
+    """Return what differs from plain transformers and PEFT: adapters as made, logits, every gradient."""
+    config = lambda: LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options)  # noqa: E731
+    torch.manual_seed(7)
+    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), config())
+    torch.manual_seed(7)
+    loaded = lorashard.load(folder, config(), dtype=dtype)
+    trainable = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    wrong = find_differences({n: p for n, p in loaded.named_parameters() if p.requires_grad}, trainable)
+    wrong += [n for n, p in loaded.named_parameters() if p.requires_grad and p.dtype != trainable[n].dtype]
+    wrong += find_differences(dict(loaded.named_buffers()), dict(plain.named_buffers()))
+    if loaded.generation_config != plain.generation_config or loaded.training != plain.training:
+        wrong.append("generation config or mode")
+    results = []
+    for model in (plain, loaded):
+        fill_lora_b(model)
+        model.train()
+        output = model(**make_batch())
+        output.loss.backward()
+        results.append(take_gradients(model) | {"logits": output.logits.detach()})
+    return wrong + find_differences(results[1], results[0])
+
+
+def check_loads(rank: int, cases: list) -> dict:
+    found = {str((path, kwargs)): compare(path, **kwargs) for path, kwargs in cases}
+    return {case: wrong for case, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_a_loaded_model_equals_plain_transformers_and_peft(tmp_path, world_size):
+    """A range read from the wrong place, a wrong dtype, a rotary buffer or an adapter drawn from other random numbers."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    folders = {family: save_base(tmp_path / family, family) for family in ("llama", "llama-tied", "qwen3")}
+    cases = [(folders["llama"], {"dtype": bf16}), (folders["llama"], {"dtype": fp32})]
+    cases += [(folders["llama-tied"], {"dtype": bf16}), (folders["qwen3"], {"dtype": bf16})]
+    cases += [(folders["llama"], {"dtype": fp32, "use_dora": True})]
+    cases += [(folders["llama"], {"dtype": fp32, "modules_to_save": ["lm_head"], "target_modules": ["q_proj"]})]
+    cases += [(folders["llama"], {"dtype": bf16, "target_modules": ["embed_tokens", "v_proj"]})]
+    assert run_ranks(check_loads, world_size, cases) == [{}] * world_size
+
+
+def test_converted_checkpoints_load_right(tmp_path):
+    """Experts are fused while they are read; a range of the fused tensor is many ranges of many stored ones."""
+    cases = [
+        (save_base(tmp_path / family, family), {"dtype": dtype, "target_modules": ["q_proj", "v_proj"]})
+        for family in ("mixtral", "qwen3-moe")
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    for case in cases:
+        keys = json.loads((Path(case[0]) / "model.safetensors.index.json").read_text())["weight_map"]
+        assert any("experts.3." in key for key in keys), "this checkpoint does not need a conversion"
+    assert run_ranks(check_loads, 2, cases) == [{}] * 2
+
+
+def check_reward(rank: int, folder: str) -> list[str]:
+    config = lambda: LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")  # noqa: E731
+    results = []
+    for make in (
+        lambda: get_peft_model(
+            AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32), config()
+        ),
+        lambda: lorashard.load(folder, config(), dtype=torch.float32),
+    ):
+        model = make()
+        torch.manual_seed(8)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.05)
+        model(input_ids=make_batch()["input_ids"], labels=torch.tensor([0, 1])).loss.backward()
+        results.append(take_gradients(model))
+    return find_differences(*results)
+
+
+def test_a_sequence_classifier_loads_from_a_causal_lm(tmp_path):
+    """The new head is not in the checkpoint and trains with the adapter; the LM head is in it and is not needed."""
+    assert run_ranks(check_reward, 2, save_base(tmp_path, "llama")) == [[], []]
+
+
+def check_bytes(rank: int, folder: str) -> tuple[int, int, int]:
+    opened = []
+    plain_open = Checkpoint.open
+    Checkpoint.open = lambda path: opened.append(plain_open(path)) or opened[-1]
+    try:
+        model = lorashard.load(folder, LoraConfig(r=2, target_modules=["q_proj"]))
+    finally:
+        Checkpoint.open = plain_open
+    weights = sum(tensor.num_bytes for tensor in opened[0].tensors.values())
+    return opened[0].bytes_read, opened[0].header_bytes, weights, lorashard.stats(model).bytes_at_rest
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_each_rank_reads_its_share_of_the_files(tmp_path, world_size):
+    """A rank that reads the whole checkpoint makes loading as slow as the number of ranks."""
+    folder = tmp_path / "model"
+    build_base("llama").to(torch.bfloat16).save_pretrained(folder)
+    results = run_ranks(check_bytes, world_size, str(folder))
+    headers, weights = results[0][1], results[0][2]
+    assert sum(read for read, *_ in results) == weights
+    assert all(read <= bytes_at_rest for read, _, _, bytes_at_rest in results)
+    assert headers < weights / 10
+
+
+def check_peak(rank: int, folder: str) -> tuple[int, int, int]:
+    def read(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    lorashard.load(str(Path(folder).parent / "small"), LoraConfig(r=2, target_modules=["q_proj"]))  # imports, caches
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = read("VmRSS")
+    model = lorashard.load(folder, LoraConfig(r=2, target_modules=["q_proj"]))
+    stats, engine = lorashard.stats(model), lorashard.api.engine_of(model)
+    unit = max(unit.layout.total_bytes for unit in engine.units)
+    return read("VmHWM") - before, stats.bytes_at_rest + stats.slot_bytes, unit
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_loading_holds_at_most_one_unit_beyond_the_shards(tmp_path, dtype):
+    """A rank that holds the whole model for a moment cannot load a model that does not fit."""
+    build_base("llama").save_pretrained(tmp_path / "small")
+    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=16)
+    base = build_base("llama", dtype, **sizes)
+    base.save_pretrained(tmp_path / "large")
+    whole_bytes = sum(p.numel() * 2 for p in base.parameters())
+    del base
+    for grown, held, unit in run_ranks(check_peak, 2, str(tmp_path / "large")):
+        assert grown < held + unit + 20 * 2**20
+        assert held + unit < whole_bytes
+
+
+def break_folder(folder: Path, how: str) -> str:
+    files = sorted(folder.glob("*.safetensors"))
+    if how == "missing folder":
+        return str(folder / "nowhere")
+    if how == "missing shard":
+        files[1].unlink()
+    elif how == "truncated":
+        os.truncate(files[0], files[0].stat().st_size - 8)
+    elif how == "bin only":
+        for file in [*files, folder / "model.safetensors.index.json"]:
+            file.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"x")
+    elif how == "other config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS + 1}))
+    elif how == "fewer layers":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS - 1}))
+    return str(folder)
+
+
+def check_errors(rank: int, folders: dict[str, str]) -> dict[str, str]:
+    messages = {}
+    for how, folder in folders.items():
+        with pytest.raises(CheckpointError) as caught:
+            lorashard.load(folder, LoraConfig(r=2, target_modules="all-linear"))
+        messages[how] = str(caught.value)
+    for init in ("pissa", "olora"):
+        with pytest.raises(ConfigError, match="rewrites the base"):
+            lorashard.load(folder, LoraConfig(r=2, init_lora_weights=init))
+    with pytest.raises(ConfigError, match="placement"):
+        lorashard.load(folder, LoraConfig(r=2), placement="everywhere")
+    return messages
+
+
+def test_errors_come_before_the_first_collective(tmp_path):
+    """A rank that finds a fault after others began to gather leaves them hanging until a timeout."""
+    parts = {
+        "missing folder": "nowhere",
+        "missing shard": "model-00002",
+        "truncated": "model-00001",
+        "bin only": "safetensors",
+        "other config": "missing",
+        "fewer layers": "unexpected",
+    }
+    folders = {how: break_folder(Path(save_base(tmp_path / how, "llama")), how) for how in parts}
+    for messages in run_ranks(check_errors, 2, folders):
+        for how, part in parts.items():
+            assert part in messages[how] and "\n" not in messages[how]
+
+
+def check_saved(rank: int, folder: str, out: str) -> list:
+    model = lorashard.load(folder, LoraConfig(r=4, target_modules="all-linear"), dtype=torch.float32)
+    fill_lora_b(model)
+    logits = model(**make_batch()).logits
+    if rank == 0:
+        model.save_pretrained(out)
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), out)
+        saved = json.loads((Path(out) / "adapter_config.json").read_text())
+        return [torch.equal(plain(**make_batch()).logits, logits), saved["base_model_name_or_path"] == folder]
+    return [True, True]
+
+
+def test_a_saved_adapter_loads_in_plain_peft(tmp_path):
+    """Wrapper prefixes in the keys reload as zeros, without an error."""
+    results = run_ranks(check_saved, 2, save_base(tmp_path / "base", "llama-tied"), str(tmp_path / "adapter"))
+    assert results == [[True, True]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate sees the ranks of a machine with GPUs by itself")
+def test_ranks_that_accelerate_does_not_see_are_refused(tmp_path):
+    """Two independent trainings that look healthy."""
+    script = tmp_path / "script.py"
+    script.write_text("import lorashard, peft, sys\nlorashard.load(sys.argv[1], peft.LoraConfig())\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [*torchrun, str(script), save_base(tmp_path / "base", "llama")],
+        env=os.environ | {"ACCELERATE_USE_CPU": "false"},
+        capture_output=True,
+        text=True,
+    )
+    assert "ConfigError: the launcher started 2 ranks but accelerate sees 1" in result.stderr
+    assert "ACCELERATE_USE_CPU=true" in result.stderr

@@ -1,0 +1,198 @@
+"""A shard group that is all of its ranks at once, and a small sharded model on it: the engine in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lorashard.dist import ShardGroup
+from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, State, Unit, Visit, Weight, plan_layout
+
+CPU = torch.device("cpu")
+GARBAGE_BYTE = 0xFF  # not a number, in every floating dtype
+
+
+class DelayedWork:
+    """A gather that spoils its buffer at once, and fills it no earlier than it is waited for."""
+
+    def __init__(self, whole: torch.Tensor, source: torch.Tensor) -> None:
+        self._whole, self._source = whole, source
+        self.is_done = False
+        whole.fill_(GARBAGE_BYTE)
+
+    def wait(self) -> None:
+        assert not self.is_done, "waited for twice"
+        self._whole.copy_(self._source)
+        self.is_done = True
+
+
+class StandInGroup(ShardGroup):
+    """Rank 0 of `size` ranks, whose shards it knows all.
+
+    `gathers` has an entry for every gather, in order: the address of the shard that was given, and the work.
+    """
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__(rank=0, size=size)
+        self.gathers: list[tuple[int, DelayedWork]] = []
+        self.compared: list[list[int]] = []
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def fill(self, home: DeviceHome, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every rank its pieces of `tensors`, and `home` rank 0's."""
+        shards = cut_shards(home.layout, tensors)
+        home.shard.copy_(shards[0])
+        self._whole[home.shard.data_ptr()] = torch.cat(shards)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> DelayedWork:
+        self.num_gathers += 1
+        self.gathered_bytes += whole.numel()
+        work = DelayedWork(whole, self._whole[shard.data_ptr()])
+        self.gathers.append((shard.data_ptr(), work))
+        return work
+
+    def compare(self, values: Sequence[int]) -> None:
+        self.compared.append(list(values))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, [num_bytes] of uint8."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def cut_shards(layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the shard of every rank, filled by its own pieces; what no piece fills is garbage."""
+    contents = {field.name: as_bytes(tensor) for field, tensor in zip(layout.fields, tensors, strict=True)}
+    shards = []
+    for rank in range(layout.num_shards):
+        shard = torch.full((layout.shard_bytes,), GARBAGE_BYTE, dtype=torch.uint8)
+        for piece in layout.pieces(rank):
+            source = contents[piece.field.name][piece.begin_byte : piece.end_byte]
+            shard[piece.shard_byte : piece.shard_byte + source.numel()] = source
+        shards.append(shard)
+    return shards
+
+
+def build_unit(
+    name: str,
+    modules: Sequence[nn.Module],
+    group: StandInGroup,
+    index: int = 0,
+    size_class: str = "layer",
+) -> Unit:
+    """Shard every frozen parameter of `modules`, in place; a parameter that several of them share is one weight."""
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    for module in modules:
+        for part in module.modules():
+            for attribute, parameter in part._parameters.items():
+                if parameter is not None and not parameter.requires_grad:
+                    owners.setdefault(parameter, []).append(Owner(part, attribute))
+    layout = plan_layout([(f"{name}.{i}", p.dtype, p.shape) for i, p in enumerate(owners)], group.size)
+    home = DeviceHome(layout, group, CPU)
+    group.fill(home, list(owners))
+    weights = [
+        Weight(Placeholder(field.name, field.shape, field.dtype, CPU), places)
+        for field, places in zip(layout.fields, owners.values(), strict=True)
+    ]
+    return Unit(name, index, size_class, weights, home)
+
+
+class Layer(nn.Module):
+    """A frozen linear with a bias, a frozen scale of another dtype, and a trainable low-rank pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(width).add(0.5).bfloat16(), requires_grad=False)
+        self.lora_a, self.lora_b = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden) * self.scale + self.lora_b(self.lora_a(hidden)))
+
+
+class Stack(nn.Module):
+    """Embedding, layers, head: all frozen but the layers' low-rank pairs."""
+
+    def __init__(self, num_layers: int, width: int = 8, is_tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width).requires_grad_(False)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 11, bias=False).requires_grad_(False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+@dataclass
+class Rig:
+    """A sharded Stack, and the same Stack untouched."""
+
+    plain: Stack
+    model: Stack
+    engine: Engine
+    group: StandInGroup
+
+    @property
+    def unit(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.engine.units}
+
+    @property
+    def gathered(self) -> list[str]:
+        """The units that were gathered, in order."""
+        names = {unit.home.shard.data_ptr(): unit.name for unit in self.engine.units}
+        return [names[address] for address, _ in self.group.gathers]
+
+    def in_state(self, state: State) -> set[str]:
+        return {unit.name for unit in self.engine.units if unit.state is state}
+
+
+def build_rig(num_layers: int = 5, size: int = 2, prefetch: int = 1, is_tied: bool = False, seed: int = 0) -> Rig:
+    """Shard a seeded Stack over a stand-in group of `size` ranks."""
+    torch.manual_seed(seed)
+    plain = Stack(num_layers, is_tied=is_tied)
+    model = copy.deepcopy(plain)
+    group = StandInGroup(size)
+    layers = [
+        Visit(build_unit(f"layers.{i}", [layer], group, index=i), (layer,)) for i, layer in enumerate(model.layers)
+    ]
+    if is_tied:
+        vocabulary = build_unit("head", [model.embedding, model.head], group, num_layers, "vocabulary")
+        first = Visit(vocabulary, (model.embedding,), has_backward=False)
+        last = Visit(vocabulary, (model.head,), holds=True)
+    else:
+        embedding = build_unit("embedding", [model.embedding], group, num_layers, "vocabulary")
+        head = build_unit("head", [model.head], group, num_layers + 1, "vocabulary")
+        first = Visit(embedding, (model.embedding,), has_backward=False)
+        last = Visit(head, (model.head,), holds=True)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Rig(plain, model, Engine([first, *layers, last], [model], trainable, group, CPU, prefetch), group)
+
+
+def make_tokens(seed: int = 0, rows: int = 3) -> torch.Tensor:
+    """Return seeded token ids, [rows, 4]."""
+    return torch.randint(0, 11, (rows, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every trainable parameter's gradient and forget them in the model; each must be there."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            gradients[name], parameter.grad = parameter.grad, None
+    return gradients
+
+
+def find_differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names whose tensors are not equal bit for bit."""
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]

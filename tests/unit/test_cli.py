@@ -1,0 +1,205 @@
+"""The command line: what it answers, with which exit code, and without which imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import lorashard
+from lorashard.cli import main
+from lorashard.config import RunConfig
+from lorashard.errors import ConfigError
+from lorashard.launch import check_output_dir, prepare_logs_dir
+
+HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "numpy")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
+SCRIPT = """
+import json, sys
+from lorashard.cli import main
+code = main(json.loads(sys.argv[1]))
+print(json.dumps({"code": code, "imported": sorted(set(sys.modules) & set(json.loads(sys.argv[2])))}))
+"""
+
+
+def run_cli(*words: str, **environment: str) -> tuple[int, list[str], str, str]:
+    """Run the command line in a fresh process; return its exit code, heavy imports, stdout and stderr."""
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    root = str(Path(lorashard.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(words), json.dumps(HEAVY)],
+        env=inherited | {"PYTHONPATH": root} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    *output, last = done.stdout.splitlines()
+    result = json.loads(last)
+    return result["code"], result["imported"], "\n".join(output), done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["finetune", "--help"], ["preview", "--help"], ["version"]])
+def test_help_is_answered_without_heavy_imports(words: list[str]) -> None:
+    """Catches an import at the top of a file that costs every call of the command line seconds."""
+    code, imported, stdout, stderr = run_cli(*words)
+
+    assert (code, imported, stderr) == (0, [], "")
+    assert "lorashard" in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["finetune", "--lerning_rate", "1"], "did you mean 'learning_rate'?"),
+        (["finetune", "--model", "m", "--output_dir", "o"], "no dataset: give --dataset"),
+        (["finetune", "--config", "absent.yaml"], "absent.yaml cannot be read"),
+        (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "--gpus"),
+        (["preview", "--model", "m"], "no dataset: give --dataset"),
+        (["validate", "--fsdp", "full_shard"], "shards the frozen base itself"),
+        (["fintune"], "No such command"),
+        (["finetune", "--config"], "requires an argument"),
+    ],
+)
+def test_mistakes_are_one_line_without_heavy_imports(words: list[str], message: str) -> None:
+    """Catches a traceback, a usage screen, a wrong exit code, or seconds of waiting for a mistake in an option."""
+    code, imported, stdout, stderr = run_cli(*words)
+
+    assert (code, imported, stdout) == (2, [], "")
+    assert stderr.startswith("lorashard: error: ")
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_help_lists_every_own_option_and_says_how_trl_is_reached() -> None:
+    """Catches an option that nobody can find."""
+    _, _, stdout, _ = run_cli("finetune", "--help")
+
+    hidden = {"task_type", "activation_checkpointing_kwargs", "trainer"}
+    for name in set(RunConfig.model_fields) - hidden:
+        assert f"--{name}" in stdout
+    assert "--config FILE" in stdout
+    assert "SFTConfig" in stdout
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Stand in for training; returns the configurations that it was called with."""
+    calls: list[RunConfig] = []
+    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=calls.append))
+    for name in [*LAUNCHER_VARIABLES, "ACCELERATE_MIXED_PRECISION"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    return calls
+
+
+def enter_launcher(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def finetune_words(tmp_path: Path) -> list[str]:
+    return ["finetune", "--model", "m", "--dataset", "d", "--output_dir", str(tmp_path / "out"), "--cpu", "2"]
+
+
+def test_inside_a_launcher_training_starts_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[RunConfig]
+) -> None:
+    """Catches ranks of torchrun that start ranks of their own, and accelerate left to think that it is alone."""
+    enter_launcher(monkeypatch)
+
+    assert main([*finetune_words(tmp_path), "--max-steps=3"]) == 0
+    assert [config.trainer["max_steps"] for config in trained] == [3]
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_another_number_of_ranks_than_the_launchers_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches `--cpu 3` passed over inside a launch of two."""
+    enter_launcher(monkeypatch)
+
+    assert main([*finetune_words(tmp_path)[:-1], "3"]) == 2
+    assert trained == []
+    assert "3 ranks are asked for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "is_told_elsewhere", "lines"), [(0, True, 1), (1, True, 0), (1, False, 1)])
+def test_a_mistake_on_every_rank_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    trained: list[RunConfig],
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    is_told_elsewhere: bool,
+    lines: int,
+) -> None:
+    """Catches the same line from each rank of torchrun, and a mistake of one rank that nobody hears of."""
+    enter_launcher(monkeypatch, rank)
+    note = tmp_path / "error.json"
+    if is_told_elsewhere:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(note))
+
+    assert main([*finetune_words(tmp_path), "--lora_r", "many"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert note.exists() == is_told_elsewhere
+
+
+def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a crash reported as the user's mistake, and Ctrl-C as a crash."""
+    enter_launcher(monkeypatch)
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda _: fail(ValueError("boom"))))
+    assert main(finetune_words(tmp_path)) == 1
+    stderr = capsys.readouterr().err
+    assert "Traceback" in stderr
+    assert stderr.splitlines()[-1] == "ValueError: boom"
+
+    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda _: fail(KeyboardInterrupt())))
+    assert main(finetune_words(tmp_path)) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["status.json", "adapter_model.safetensors", "checkpoint-10"])
+def test_a_folder_with_another_run_is_refused(tmp_path: Path, name: str) -> None:
+    """Catches a run that is written over, and a resume or an overwrite that is not let through."""
+    (tmp_path / name).mkdir()
+    options = {"model": "m", "dataset": "d", "output_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=f"holds another run .{name}.*--resume_from_checkpoint"):
+        check_output_dir(RunConfig(**options))
+    check_output_dir(RunConfig(**options, overwrite_output_dir=True))
+    check_output_dir(RunConfig(**options, resume_from_checkpoint=True))
+
+
+def test_a_folder_without_a_run_is_taken(tmp_path: Path) -> None:
+    """Catches a refusal of what is merely not empty, such as the logs of a run that never began."""
+    (tmp_path / "logs").mkdir()
+    check_output_dir(RunConfig(model="m", dataset="d", output_dir=str(tmp_path)))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        check_output_dir(RunConfig(model="m", dataset="d", output_dir=str(tmp_path / "file")))
+
+
+def test_logs_begin_anew_unless_the_run_goes_on(tmp_path: Path) -> None:
+    """Catches the log of a run before that is taken for this one's, a lost log, and a traceback for a wrong folder."""
+    options = {"model": "m", "dataset": "d", "output_dir": str(tmp_path)}
+    log = prepare_logs_dir(RunConfig(**options)) / "rank_3.log"
+    log.write_text("before")
+    prepare_logs_dir(RunConfig(**options, resume_from_checkpoint=True))
+    assert log.read_text() == "before"
+    prepare_logs_dir(RunConfig(**options))
+    assert not log.exists()
+
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+        prepare_logs_dir(RunConfig(**options | {"output_dir": str(tmp_path / "file" / "run")}))

@@ -1,0 +1,338 @@
+"""Options: their names, types, sources and order of precedence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lorashard.config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, RunConfig, read_known_options
+from lorashard.data.options import DataOptions
+from lorashard.errors import ConfigError
+from lorashard.options import Option, read_command_line, read_trainer_options, read_yaml_options
+
+REQUIRED = ["--model_name_or_path", "org/model", "--dataset", "rows.jsonl", "--output_dir", "out"]
+
+
+def resolve(*words: str) -> RunConfig:
+    return RunConfig.resolve(None, [*REQUIRED, *words])
+
+
+def resolve_yaml(tmp_path: Path, text: str, *words: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: org/model\ndataset: rows.jsonl\noutput_dir: out\n" + text)
+    return RunConfig.resolve(path, words)
+
+
+def test_trainer_options_are_exactly_those_of_the_installed_class() -> None:
+    """Catches a base class or field that reading the source misses or makes up."""
+    from trl import SFTConfig
+
+    assert set(read_trainer_options()) == {field.name for field in dataclasses.fields(SFTConfig) if field.init}
+
+
+def test_installed_class_takes_the_trainer_options() -> None:
+    """Catches an option spelt for another version of transformers, and defaults that TRL refuses."""
+    from trl import SFTConfig
+
+    words = ["--activation_checkpointing_kwargs", '{"use_reentrant": false}', "--gradient_checkpointing", "--cpu", "1"]
+    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3")
+    built = SFTConfig(output_dir="out", use_cpu=True, **config.trainer_options)
+
+    assert built.learning_rate == 2e-4
+    assert built.lr_scheduler_type == "cosine"
+    assert built.eval_strategy == "epoch"
+    assert built.max_steps == 3
+    assert built.gradient_checkpointing is True
+    assert built.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    assert (built.bf16, built.fp16) == (True, False)
+
+
+def test_tables_name_real_options() -> None:
+    """Catches an alias of nothing, and a table entry that hides an option lorashard has."""
+    known = read_known_options()
+
+    assert set(ALIASES.values()) <= set(known)
+    assert set(PINNED_OPTIONS) <= set(read_trainer_options())
+    assert not set(HINTS) & (set(known) | set(ALIASES))
+    assert not set(REFUSED_OPTIONS) & set(RunConfig.model_fields)
+    spelt_anew = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    assert not (set(ALIASES) - spelt_anew) & set(known)
+
+
+def test_data_options_are_those_of_the_data() -> None:
+    """Catches a data option that is lost on its way."""
+    options = DataOptions(**resolve("--max_seq_length", "77", "--packing", "--seed", "3").data_options())
+
+    assert (options.max_length, options.packing, options.seed) == (77, True, 3)
+    assert resolve("--seed", "3").trainer_options["seed"] == 3
+
+
+def test_lora_options_build_a_lora_config() -> None:
+    """Catches a name that PEFT does not know."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(**resolve("--lora_rank", "4", "--lora_target_modules", "q_proj", "v_proj").lora_options())
+
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (4, 32, 0.0)
+    assert set(lora.target_modules) == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        (["--learning-rate", "1e-5"], "learning_rate", 1e-5),
+        (["--learning_rate=3"], "learning_rate", 3),
+        (["--max_steps", "-1"], "max_steps", -1),
+        (["--eval_on_start"], "eval_on_start", True),
+        (["--eval_on_start", "no"], "eval_on_start", False),
+        (["--eval_on_start", "0"], "eval_on_start", False),
+        (["--save_strategy", "no"], "save_strategy", "no"),
+        (["--report_to", "tensorboard", "wandb"], "report_to", ["tensorboard", "wandb"]),
+        (["--report_to", "tensorboard,wandb"], "report_to", ["tensorboard", "wandb"]),
+        (["--report_to", "none"], "report_to", "none"),
+        (["--save_total_limit", "null"], "save_total_limit", None),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_kwargs", {"num_cycles": 2}),
+        (["--run_name", "007"], "run_name", "007"),
+        (["--run_name=--odd"], "run_name", "--odd"),
+        (["--optim_args", "a=1,b=2"], "optim_args", "a=1,b=2"),
+        (["--label_names", "labels"], "label_names", ["labels"]),
+    ],
+)
+def test_command_line_values_take_their_options_type(words: list[str], name: str, expected: object) -> None:
+    """Catches text that reaches the trainer as text, or a value changed by a guess at its type."""
+    found = resolve(*words).trainer_options[name]
+
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        (["--gpus", "4"], "gpus", 4),
+        (["--gpus", "0,2"], "gpus", [0, 2]),
+        (["--gpus", "2,"], "gpus", [2]),
+        (["--lora_target_modules", "all-linear"], "lora_target_modules", "all-linear"),
+        (["--lora_target_modules", "q_proj,v_proj"], "lora_target_modules", ["q_proj", "v_proj"]),
+        (["--lora_target_modules", r".*\.(q|v)_proj$"], "lora_target_modules", r".*\.(q|v)_proj$"),
+        (["--lora_modules_to_save", "lm_head"], "lora_modules_to_save", ["lm_head"]),
+        (["--eos_token", "\n"], "eos_token", "\n"),
+        (["--max_length", "none"], "max_length", None),
+        (["--resume_from_checkpoint"], "resume_from_checkpoint", True),
+        (["--resume_from_checkpoint", "out/checkpoint-3"], "resume_from_checkpoint", "out/checkpoint-3"),
+        (["--fp16"], "dtype", "float16"),
+        (["--gradient-checkpointing", "false"], "activation_checkpointing", False),
+    ],
+)
+def test_own_options_take_their_type(words: list[str], name: str, expected: object) -> None:
+    """Catches the same for lorashard's own options, and an alias that leads elsewhere."""
+    assert getattr(resolve(*words), name) == expected
+
+
+def test_yaml_values_mean_what_the_option_says(tmp_path: Path) -> None:
+    """Catches YAML 1.1: `no` read as false, `2e-4` as text, `1:30` and `007` as numbers, a date as a date."""
+    text = "save_strategy: no\nlearning_rate: 2e-5\nrun_name: 2024-01-01\nproject: 007\npacking: yes\n"
+    config = resolve_yaml(
+        tmp_path,
+        text + "lr_scheduler_kwargs:\n  num_cycles: 2\n  mode: no\n  scale: 1e-3\nmax_grad_norm: 1\nhub_revision:\n",
+    )
+
+    assert config.packing is True
+    assert config.trainer == {
+        "save_strategy": "no",
+        "learning_rate": 2e-5,
+        "run_name": "2024-01-01",
+        "project": "007",
+        "lr_scheduler_kwargs": {"num_cycles": 2, "mode": "no", "scale": 1e-3},
+        "max_grad_norm": 1,
+        "hub_revision": None,
+    }
+
+
+def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
+    """Catches a wrong order of precedence, also where the two use different spellings."""
+    config = resolve_yaml(tmp_path, "lora_rank: 4\nlora_alpha: 8\nlr: 1e-3\n", "--r", "2", "--learning_rate", "1e-2")
+
+    assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (2, 8, 0.0)
+    assert config.trainer_options["learning_rate"] == 1e-2
+
+
+def test_resolved_yaml_reads_back_to_the_same_run(tmp_path: Path) -> None:
+    """Catches a value that cannot be written, or is read back as something else."""
+    words = ["--save_strategy", "no", "--gpus", "0,2", "--run_name", "null-and-void", "--fp16", "--eval_dataset", "e"]
+    config = resolve(*words, "--lora_target_modules", "q", "v", "--lr_scheduler_kwargs", '{"a": [1, 2.5e-7, "no"]}')
+    path = tmp_path / "resolved.yaml"
+    path.write_text(config.to_yaml())
+    again = RunConfig.resolve(path, [])
+
+    assert again.trainer_options == config.trainer_options
+    assert again.model_dump(exclude={"trainer"}) == config.model_dump(exclude={"trainer"})
+    assert again.to_yaml() == config.to_yaml()
+
+
+def test_an_empty_yaml_file_is_fine(tmp_path: Path) -> None:
+    """Catches a crash on a file with nothing but comments."""
+    path = tmp_path / "run.yaml"
+    path.write_text("# nothing yet\n")
+
+    assert read_yaml_options(path) == []
+
+
+def test_home_is_expanded_as_the_trainer_does() -> None:
+    """Catches logs in a folder named `~`, with the checkpoints elsewhere."""
+    config = RunConfig(model="m", dataset="d", output_dir="~/run")
+
+    assert config.output_dir == str(Path.home() / "run")
+
+
+def test_defaults_are_those_that_work_for_lora() -> None:
+    """Catches a default that drifts."""
+    config = resolve()
+
+    assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (16, 32, "all-linear")
+    assert (config.placement, config.dtype, config.activation_checkpointing) == ("shard", "bfloat16", True)
+    assert config.trainer_options["report_to"] == "none"
+    assert "eval_strategy" not in config.trainer_options
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rat", "1"], r"unknown option 'learning_rat' \(command line\): did you mean 'learning_rate'\?"),
+        (["--lora_rnk", "1"], "did you mean 'lora_r"),
+        (["--zzzzzz", "1"], "--help lists the options"),
+        (["--learning_rate", "fast"], r"learning_rate: expected a number, found 'fast' \(command line\)"),
+        (["--learning_rate"], "learning_rate: expected a number, found no value"),
+        (["--learning_rate", "nan"], "expected a number"),
+        (["--lora_r", "16.5"], "lora_r: expected a whole number, found '16.5'"),
+        (["--lora_r", "8", "9"], "lora_r: expected a whole number"),
+        (["--lora_r", "0"], "lora_r: .*found 0"),
+        (["--packing", "maybe"], "packing: expected true or false, found 'maybe'"),
+        (["--lr_scheduler_type", "cosin"], "did you mean 'cosine'"),
+        (["--placement", "host"], "placement: expected one of 'shard', 'replicate', found 'host'"),
+        (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank are the same option, with two values, 8 and 9"),
+        (["--lora_r", "8", "--lora_r", "9"], "lora_r is given twice"),
+        (["--activation_checkpointing", "--gradient_checkpointing", "no"], "are the same option"),
+        (["--fsdp", "full_shard"], "fsdp is not an option here .*shards the frozen base itself"),
+        (["--deepspeed", "zero3.json"], "shards the frozen base itself"),
+        (["--ddp_find_unused_parameters", "true"], "must be False .*: every adapter parameter"),
+        (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "prepares the data itself"),
+        (["--warmup_ratio", "0.1"], "warmup_steps"),
+        (["--gpus", "1", "--cpu", "1"], "gpus and cpu are both given"),
+        (["--gpus", "0"], "gpus: expected a count"),
+        (["--gpus", "1,1"], "gpus: expected different ids"),
+        (["--cpu", "0"], "cpu: .*found 0"),
+        (["--fp16", "--bf16"], "bf16 and fp16 are both true"),
+        (["--bf16", "--dtype", "float32"], "contradict"),
+        (["--fp16", "no", "--dtype", "float16"], "contradict"),
+        (["--fp16", "--cpu", "1"], "float16 needs a GPU"),
+        (["--packing", "--max_length", "null"], "packing needs max_length"),
+        (["--eval_strategy", "steps"], "no eval_dataset"),
+        (["-gpus", "4"], "found '-gpus'"),
+        (["--trainer", "x"], "unknown option 'trainer'"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: str) -> None:
+    """Catches a mistake that is passed over, or that is answered with a stack of validation errors."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(*words)
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora_r: 8\nlora_r: 8\n", "run.yaml, line 5: 'lora_r' is given twice, first in line 4"),
+        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "run.yaml, line 6: 'a' is given twice"),
+        ("lora_r: 8\nlora_alpha: many\n", r"lora_alpha: expected a whole number, found 'many' \(.*run.yaml, line 5\)"),
+        ("lora_r:\n", "lora_r: expected a whole number, found nothing"),
+        ("lora:\n  r: 8\n", r"unknown option 'lora' \(.*line 4\): the options are flat"),
+        ("lora_r: [8\n", "line 5: not valid YAML"),
+        ("? [a, b]\n: 1\n", "line 4: expected the name of an option, found a list"),
+        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules: expected text, found {'a': 1}"),
+        ("r: 8\nlora_r: 9\n", r"r and lora_r are the same option, with two values, 8 and 9 \(.*line 5\)"),
+        ("base_model: other/model\n", "model and base_model are the same option"),
+    ],
+)
+def test_mistakes_in_yaml_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    """Catches a duplicate that silently wins, as it does in PyYAML, and errors that leave the place to the reader."""
+    with pytest.raises(ConfigError, match=message):
+        resolve_yaml(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n"])
+def test_yaml_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    """Catches a crash on a list or a plain text."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="expected lines of `option: value`"):
+        RunConfig.resolve(path, REQUIRED)
+
+
+def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
+    """Catches a traceback for a wrong path."""
+    with pytest.raises(ConfigError, match="absent.yaml cannot be read: No such file"):
+        RunConfig.resolve(tmp_path / "absent.yaml", REQUIRED)
+
+
+def test_the_same_value_by_two_names_is_no_contradiction() -> None:
+    """Catches a refusal of what is merely said twice."""
+    assert resolve("--lora_r", "8", "--lora_rank", "8").lora_r == 8
+
+
+def test_defaults_of_other_tools_are_no_choice(tmp_path: Path) -> None:
+    """Catches a refusal of `fsdp: null`, which dumped configurations hold."""
+    config = resolve_yaml(tmp_path, "fsdp: null\ndeepspeed:\nddp_find_unused_parameters: false\ndo_train: true\n")
+
+    assert config.trainer == {}
+
+
+@pytest.mark.parametrize("missing", ["model_name_or_path", "dataset", "output_dir"])
+def test_a_missing_option_is_named(missing: str) -> None:
+    """Catches a run that starts without one of the three, and a message about a class's fields."""
+    index = REQUIRED.index(f"--{missing}")
+    with pytest.raises(ConfigError, match=f"no {missing}: give --{missing}"):
+        RunConfig.resolve(None, REQUIRED[:index] + REQUIRED[index + 2 :])
+
+
+def test_python_code_takes_the_same_names() -> None:
+    """Catches a constructor that knows less than the command line."""
+    config = RunConfig(model="org/model", dataset="rows.jsonl", max_steps=5, lora_rank=4)
+
+    assert (config.model_name_or_path, config.lora_r, config.trainer) == ("org/model", 4, {"max_steps": 5})
+    with pytest.raises(ConfigError, match="max_steps: expected a whole number, found 'five'"):
+        RunConfig(model="org/model", dataset="rows.jsonl", max_steps="five")
+
+
+def test_old_transformers_gets_its_own_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches `activation_checkpointing` handed to a transformers that has only the old name."""
+    known = {name: option for name, option in read_trainer_options().items() if not name.startswith("activation_check")}
+    monkeypatch.setattr("lorashard.config.read_trainer_options", lambda: known)
+    options = resolve("--activation_checkpointing", "--activation_checkpointing_kwargs", "{a: 1}").trainer_options
+
+    assert options["gradient_checkpointing"] is True
+    assert options["gradient_checkpointing_kwargs"] == {"a": 1}
+    assert not [name for name in options if name.startswith("activation_check")]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kinds"),
+    [
+        ("Optional[Union[int, str]]", {"int", "str", "none"}),
+        ("'float | None'", {"float", "none"}),
+        ("Literal['a', 'b'] | None", {"str", "none"}),
+        ("dict[str, Any] | str", {"dict", "str"}),
+    ],
+)
+def test_annotations_of_every_style_are_understood(annotation: str, kinds: set[str]) -> None:
+    """Catches an option that takes nothing, because its type is written in an older style."""
+    assert Option.from_annotation("option", annotation).kinds == kinds
+
+
+def test_words_without_an_option_are_refused() -> None:
+    """Catches a stray word that is swallowed."""
+    with pytest.raises(ConfigError, match="expected an option such as .*, found 'stray'"):
+        read_command_line(["stray", "--lora_r", "8"])

@@ -1,0 +1,90 @@
+"""Which rank is blamed, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lorashard.errors import ConfigError
+from lorashard.failures import explain_failures, record_failure
+from lorashard.rank import find_log
+
+
+def make_failure(
+    exitcode: int, timestamp: int = 100, error: BaseException | None = None, time_s: float = 0.0
+) -> SimpleNamespace:
+    data: dict[str, Any] = {"message": "<NONE>"}
+    if error is not None:
+        name = type(error).__name__
+        user_error = str(error) if isinstance(error, ConfigError) else None
+        details = {"time_s": time_s, "timestamp": str(timestamp), "user_error": user_error, "py_callstack": ""}
+        data = {"message": {"message": f"{name}: {error}", "extraInfo": details}}
+    return SimpleNamespace(
+        exitcode=exitcode,
+        timestamp=timestamp,
+        error_file_data=data,
+        signal_name=lambda: signal.Signals(-exitcode).name,
+    )
+
+
+def test_the_first_exception_is_blamed(tmp_path: Path) -> None:
+    """Catches the blame for a lost connection going to the rank that was left alone, within the same second."""
+    lost = make_failure(1, error=RuntimeError("Connection closed by peer"), time_s=100.6)
+    cause = make_failure(1, error=ValueError("bad\nbatch"), time_s=100.4)
+    failure = explain_failures({0: lost, 1: cause}, tmp_path)
+
+    assert failure.exit_code == 1
+    assert failure.message == f"error: rank 1 failed: ValueError: bad (exit code 1, log: {tmp_path}/rank_1.log)"
+
+
+def test_a_killed_rank_is_blamed_before_an_exception(tmp_path: Path) -> None:
+    """Catches an out-of-memory kill that is reported as the other rank's network error."""
+    lost = make_failure(1, error=RuntimeError("Connection closed by peer"), time_s=100.1)
+    failure = explain_failures({0: lost, 1: make_failure(-9, timestamp=101)}, tmp_path)
+
+    assert failure.exit_code == 1
+    assert "rank 1 was killed by SIGKILL: out of memory?" in failure.message
+
+
+def test_the_launchers_own_kill_is_not_blamed(tmp_path: Path) -> None:
+    """Catches the blame going to a rank that hung after another had failed, and had to be killed."""
+    cause = make_failure(1, error=ValueError("bad batch"), time_s=100.4)
+    failure = explain_failures({1: cause, 0: make_failure(-9, timestamp=130)}, tmp_path)
+
+    assert "rank 1 failed: ValueError: bad batch" in failure.message
+
+
+def test_a_users_mistake_is_said_plainly(tmp_path: Path) -> None:
+    """Catches a mistake found by all ranks that is reported as a crash of one."""
+    mistakes = {rank: make_failure(2, error=ConfigError("no such file"), time_s=100 + rank) for rank in (0, 1)}
+    failure = explain_failures(mistakes, tmp_path)
+
+    assert (failure.exit_code, failure.message) == (2, "error: no such file")
+
+
+@pytest.mark.parametrize(("written", "reason"), [("step 1\nOSError: disk full\n\n", "OSError: disk full"), ("", "")])
+def test_a_rank_that_left_no_note_is_explained_by_its_log(tmp_path: Path, written: str, reason: str) -> None:
+    """Catches a failure of which only the exit code is told."""
+    find_log(tmp_path, 0).write_text(written)
+    failure = explain_failures({0: make_failure(3)}, tmp_path)
+
+    assert f"rank 0 failed: {reason or 'it said nothing'} (exit code 3" in failure.message
+
+
+def test_notes_are_written_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a note that torch's launcher cannot read, which would crash the launcher itself."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    record_failure(ConfigError("no such file"), is_user_error=True)
+    failure, crash = (ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path)) for code in (2, 1))
+
+    assert explain_failures({0: failure}, tmp_path).message == "error: no such file"
+    assert "rank 0 failed: ConfigError: no such file" in explain_failures({0: crash}, tmp_path).message
+    assert json.loads(path.read_text())["message"]["extraInfo"]["time_s"] > 0
