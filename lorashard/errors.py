@@ -22,4 +22,4 @@ class CheckpointError(UserError):
 
 
 class ShardError(LorashardError):
-    """The engine was used in a way that would give wrong numbers: a sharded weight read, ranks that diverged, no slot left."""
+    """A use of the engine that would give wrong numbers: a sharded weight read, ranks that diverged, no slot left."""

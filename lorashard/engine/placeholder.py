@@ -57,8 +57,10 @@ class Placeholder(torch.Tensor):
         return twin
 
     def _stays(self, to: dict[str, Any]) -> bool:
-        same_dtype = to.get("dtype") in (None, self.dtype)
-        return same_dtype and to.get("device") in (None, self.device)
+        if to.get("dtype") not in (None, self.dtype):
+            return False
+        device = to.get("device") or self.device  # "cpu:0" is the CPU too
+        return device.type == self.device.type and (device.type == "cpu" or device.index in (None, self.device.index))
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return torch.nn.Parameter(_read(self, "copy.deepcopy"), requires_grad=False)

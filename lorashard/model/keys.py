@@ -54,7 +54,7 @@ class Group:
         converter = deepcopy(self.converter)
         for pattern, tensors in self.sources.items():
             for stored in tensors:
-                converter.add_tensor(self.name, stored.key, pattern, load(stored))  # type: ignore[arg-type]
+                converter.add_tensor(self.name, stored.key, pattern, load(stored))
         made = converter.convert(self.name, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -74,8 +74,6 @@ class Group:
         for operation in self.converter.operations:
             parts = [runs for pattern in patterns for runs in values.get(pattern, [])]
             if type(operation) is MergeModulelist and operation.dim == 0:
-                if any(len({runs.shape for runs in stack}) != 1 for stack in values.values()):
-                    return None
                 values = {pattern: [Runs.stack(stack)] for pattern, stack in values.items()}
                 is_stacked = True
             elif type(operation) is Concatenate and (operation.dim == 0 or (operation.dim == 1 and is_stacked)):
@@ -162,5 +160,5 @@ def drop_ignored(
 ) -> tuple[set[str], set[str]]:
     """Return missing and unexpected names without those that the model's class says do not matter."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
-    model._adjust_missing_and_unexpected_keys(report)  # type: ignore[arg-type]
+    model._adjust_missing_and_unexpected_keys(report)
     return report.missing_keys, report.unexpected_keys

@@ -25,7 +25,7 @@ class Runs:
 
     def __init__(self, shape: Sequence[int], runs: Iterable[Run]) -> None:
         self.shape = tuple(shape)
-        self.runs = [run for run in runs if run.numel > 0]
+        self.runs = list(runs)
         self._ends = list(accumulate(run.numel for run in self.runs))
         self.numel = math.prod(self.shape)
         if (self._ends[-1] if self._ends else 0) != self.numel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -62,7 +62,7 @@ class BaseWeights:
             model: Skeleton built in `dtype`, weights tied, no adapter injected. Its values are never looked at.
             dtype: Compute dtype. What the model keeps in another one (`_keep_in_fp32_modules`, integers) stays so.
             allow_missing: Prefixes of model names that the checkpoint may lack, such as a new head's `score.`.
-            allow_unexpected: Prefixes of stored tensors that the model may have no place for, such as `lm_head.`.
+            allow_unexpected: Prefixes of stored keys that the model may have no place for, such as `lm_head.`.
 
         Raises:
             CheckpointError: Tensors are missing, unexpected or of another shape, the weights are quantised, or tied
@@ -103,11 +103,8 @@ class BaseWeights:
         absent = {name for names in tied if not any(name in sources for name in names) for name in names}
         lost, strays = drop_ignored(model, absent - failed, unexpected)
         faults["missing"] = sorted(name for name in lost if not name.startswith(tuple(allow_missing)))
-        # A stray is known to the user by its name in the files, to the model's class by its name in a model.
-        faults["unexpected"] = sorted(
-            {unexpected[name] for name in strays if not name.startswith(tuple(allow_unexpected))}
-            - {key for key in unexpected.values() if key.startswith(tuple(allow_unexpected))}
-        )
+        stray_keys = {unexpected[name] for name in strays}
+        faults["unexpected"] = sorted(key for key in stray_keys if not key.startswith(tuple(allow_unexpected)))
         if any(faults.values()):
             found = "; ".join(f"{len(names)} {fault}: {shorten(names)}" for fault, names in faults.items() if names)
             raise CheckpointError(
@@ -119,9 +116,9 @@ class BaseWeights:
         return weights
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> KeysView[str]:
         """Every parameter and persistent buffer that has a value here."""
-        return list(self._sources)
+        return self._sources.keys()
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a tensor."""

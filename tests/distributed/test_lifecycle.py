@@ -158,7 +158,7 @@ def check_bookkeeping(rank: int, folder: str) -> dict:
         "names": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
         "shapes": all(a.shape == b.shape for a, b in zip(model.parameters(), plain.parameters(), strict=True)),
         "dtypes": {p.dtype for p in model.parameters()} == {torch.float32},
-        "moved": model.to("cpu") is model and model.float() is model,
+        "moved": model.to("cpu") is model and model.to("cpu:0") is model and model.float() is model,
         "ignored by DDP": base_names <= set(model._ddp_params_and_buffers_to_ignore),
         "no adapter ignored": not any("lora" in n for n in model._ddp_params_and_buffers_to_ignore),
         "no values in state_dict": all(

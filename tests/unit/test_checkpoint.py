@@ -251,7 +251,9 @@ def test_local_folders_are_taken_as_they_are(tmp_path, monkeypatch):
     assert resolve_folder("org/model").is_dir()
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "../model", "~/no-such-model", "runs/a/b", "model/"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/folder", "/nowhere", "./model", "../model", "~/no-such-model", "runs/a/b", "model/"]
+)
 def test_a_missing_folder_is_not_sought_on_the_hub(tmp_path, monkeypatch, name):
     """A mistyped path must not become 'repository not found'."""
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,14 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
-from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    PermuteForRope,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+)
 
 from lorashard.errors import CheckpointError
 from lorashard.model import weights as weights_module
@@ -334,10 +341,16 @@ def test_a_rank_reads_its_share(tmp_path, class_name, options, stored, world_siz
     assert max(counts) <= total_bytes / world_size + len(weights.names) * world_size * stored.itemsize
 
 
+def register_conversions(monkeypatch, conversions):
+    """Give Llama conversions of its own for one test, in from_pretrained as well."""
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    cache = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(cache, "LlamaForCausalLM", conversions)
+
+
 @pytest.fixture
 def fused_llama(tmp_path, monkeypatch):
     """A Llama whose checkpoint holds fused and transposed tensors, with the conversions that undo it."""
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")
     conversions = [
         WeightConverter("attn.qk.weight", ["attn.q_proj.weight", "attn.k_proj.weight"], [Chunk(dim=0)]),
         WeightConverter("attn.o_t.weight", "attn.o_proj.weight", [Transpose(0, 1)]),
@@ -347,7 +360,10 @@ def fused_llama(tmp_path, monkeypatch):
             "mlp.dx_t.weight", ["mlp.down_proj.weight"], [Transpose(0, 1), Transpose(0, 1), Transpose(0, 1)]
         ),
     ]
-    cache = conversion_mapping._checkpoint_conversion_mapping_cache
+    # Leaves the tensor in a list, since it is not to be permuted.
+    conversions += [
+        WeightConverter("attn.v_proj.weight", "attn.v_proj.weight", [PermuteForRope(permute_layer_names=["q_proj"])])
+    ]
     save_model(
         tmp_path,
         "Llama",
@@ -367,7 +383,7 @@ def fused_llama(tmp_path, monkeypatch):
         return tensors
 
     rewrite(tmp_path, change)
-    monkeypatch.setitem(cache, "LlamaForCausalLM", conversions)
+    register_conversions(monkeypatch, conversions)
     return tmp_path
 
 
@@ -375,6 +391,35 @@ def fused_llama(tmp_path, monkeypatch):
 def test_conversions_equal_from_pretrained(fused_llama, dtype):
     """Conversions that are concatenations, read by range, and others, computed by transformers' own operations."""
     assert_same_as_from_pretrained(fused_llama, dtype)
+
+
+def test_a_renaming_that_leads_nowhere_is_not_applied(tmp_path, monkeypatch):
+    """transformers keeps a key that the model knows, where a renaming meant for older files would take it away."""
+    save_model(tmp_path, "Llama", SMALL)
+    register_conversions(monkeypatch, [WeightRenaming("mlp.gate_proj", "mlp.w1")])
+    assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
+
+
+def test_what_a_conversion_makes_must_not_be_stored_as_well(fused_llama):
+    """Whether the fused tensor or the plain one counts is an accident of their names."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(fused_llama, lambda t: t | {name: torch.ones(24, 32)})
+    assert f"give {name} twice" in plan_error(fused_llama, torch.float32)
+
+
+def test_what_a_conversion_makes_must_be_in_the_model(tmp_path, monkeypatch):
+    """A fused tensor with a part that the model has no place for is unexpected, not a KeyError."""
+    save_model(tmp_path, "Llama", SMALL)
+    targets = ["mlp.gate_proj.weight", "mlp.side_proj.weight"]
+    register_conversions(monkeypatch, [WeightConverter("mlp.wide.weight", targets, [Chunk(dim=0)])])
+
+    def change(tensors):
+        tensors["model.layers.0.mlp.wide.weight"] = tensors.pop("model.layers.0.mlp.gate_proj.weight").repeat(2, 1)
+        return tensors
+
+    rewrite(tmp_path, change)
+    message = plan_error(tmp_path)
+    assert "1 unexpected: model.layers.0.mlp.wide.weight" in message and "1 missing" not in message
 
 
 def test_only_true_concatenations_are_read_by_range(fused_llama):

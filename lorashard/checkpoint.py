@@ -1,0 +1,92 @@
+"""Save the adapter, read it back, and make sure that what was read is what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
+
+from .errors import CheckpointError
+
+_CHECK_NAME = "read_back"
+# What wrappers leave in keys that plain PEFT then fails to find, and silently initialises anew.
+_WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.base_model.")
+
+
+def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a plain PEFT folder with the tokenizer beside it.
+
+    Ranks: call on rank 0 alone.
+    """
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> str:
+    """Compare the adapter in `folder` with the one in `model`; return in a line what was found equal.
+
+    The tensors are compared bit for bit; then PEFT's own loader puts the files on the same sharded base as a second
+    adapter, and both give logits for `input_ids`.
+
+    Args:
+        input_ids: [rows, tokens], on the model's device; the same on all ranks.
+
+    Raises:
+        CheckpointError: the files differ from the model, carry a wrapper's prefix, or the adapter has learnt nothing.
+
+    Ranks: collective over all ranks where the base is sharded.
+    Memory: a second adapter, for a moment.
+    """
+    saved = load_file(folder / "adapter_model.safetensors")
+    trained = get_peft_model_state_dict(model, save_embedding_layers=False)
+    _check_keys(saved, folder)
+    for name in saved.keys() | trained.keys():
+        if name not in saved or name not in trained or not torch.equal(saved[name], trained[name].cpu()):
+            raise CheckpointError(
+                f"{folder}: expected the trained value of '{name}', found another or none; save again"
+            )
+    if model.active_peft_config.modules_to_save:
+        return f"{len(saved)} tensors equal the trained ones (modules_to_save: logits not compared)"
+    difference = _compare_logits(model, folder, input_ids)
+    if not difference <= 1e-3:
+        raise CheckpointError(
+            f"{folder}: the adapter as PEFT loads it gives other logits than in training: expected a relative "
+            f"difference up to 0.001, found {difference:.3g}"
+        )
+    return f"{len(saved)} tensors and the logits equal the trained ones (relative difference {difference:.1g})"
+
+
+def _check_keys(saved: dict[str, torch.Tensor], folder: Path) -> None:
+    for name in saved:
+        if not name.startswith("base_model.model.") or any(part in name for part in _WRAPPER_PARTS):
+            raise CheckpointError(f"{folder}: expected keys that begin with 'base_model.model.', found '{name}'")
+    lora_b = {name: tensor for name, tensor in saved.items() if "lora_B" in name or "lora_embedding_B" in name}
+    if lora_b and not any(tensor.any() for tensor in lora_b.values()):
+        raise CheckpointError(
+            f"{folder}: the adapter has learnt nothing: lora_B is zero in all of its {len(lora_b)} layers; look at the "
+            "learning rate, its warm-up, and whether any token is supervised"
+        )
+
+
+def _compare_logits(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> float:
+    active = model.active_adapter
+    was_training = model.training
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.eval()
+    try:
+        with torch.no_grad():
+            trained = model(input_ids=input_ids).logits.float()
+            model.load_adapter(str(folder), adapter_name=_CHECK_NAME)
+            model.set_adapter(_CHECK_NAME)
+            loaded = model(input_ids=input_ids).logits.float()
+    finally:
+        if _CHECK_NAME in model.peft_config:
+            model.set_adapter(active)
+            model.delete_adapter(_CHECK_NAME)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        model.train(was_training)
+    return float((trained - loaded).abs().max() / trained.abs().max())

@@ -1,0 +1,235 @@
+"""The command line: `lorashard finetune | preview | validate | version`.
+
+Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 128 + n after signal
+n. Heavy imports wait inside the commands: help and mistakes are answered without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .config import RunConfig
+
+# The libraries that decide what a run computes.
+_LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
+
+_HELP_GROUPS = {
+    "The run": ("model_name_or_path", "dataset", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
+    "Ranks and the sharded base": ("gpus", "cpu", "placement", "prefetch", "activation_checkpointing"),
+    "Model": ("model_revision", "trust_remote_code", "dtype", "attn_implementation", "chat_template_path", "eos_token"),
+    "LoRA": (
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "lora_modules_to_save",
+        "use_rslora",
+        "use_dora",
+    ),
+    "Data": (),  # all of DataOptions but the dataset
+}
+
+
+class _OptionsCommand(TyperCommand):
+    """A command that takes any option of a run, and lists the main ones in its help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        formatter.write(_build_options_help())
+
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,  # brackets in help stay, and rich need not be imported
+    pretty_exceptions_enable=False,
+    help="Fine-tune LoRA adapters with the frozen base model sharded over ranks.",
+)
+_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+_ConfigPath = Annotated[Path | None, typer.Option("--config", help="A flat YAML file of options.", metavar="FILE")]
+
+
+@app.command("finetune", cls=_OptionsCommand, context_settings=_ANY_OPTIONS)
+def _finetune(ctx: typer.Context, config: _ConfigPath = None) -> int:
+    """Train a LoRA adapter.
+
+    lorashard finetune --model_name_or_path M --dataset D --output_dir O [--gpus N | --cpu N] [any option]
+    """
+    from .config import RunConfig
+
+    run_config = RunConfig.resolve(config, ctx.args)
+    from .launch import finetune
+
+    config_arguments = ["--config", str(config)] if config else []
+    return finetune(run_config, ["finetune", *config_arguments, *ctx.args])
+
+
+@app.command("preview", cls=_OptionsCommand, context_settings=_ANY_OPTIONS)
+def _preview(
+    ctx: typer.Context,
+    config: _ConfigPath = None,
+    num_rows: Annotated[int, typer.Option("--num_rows", "--num-rows", min=1, help="How many rows.")] = 3,
+) -> int:
+    """Show rows as the model will see them.
+
+    The tokens that it learns are marked: lorashard preview --model_name_or_path M --dataset D [--num_rows N]
+    """
+    from .config import RunConfig
+
+    run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
+    from .data.options import DataOptions
+    from .data.preview import preview, render_preview
+
+    rows = preview(DataOptions(**run_config.data_options()), _load_tokenizer(run_config), num_rows)
+    print(render_preview(rows, color=sys.stdout.isatty()))
+    return 0
+
+
+@app.command("validate", cls=_OptionsCommand, context_settings=_ANY_OPTIONS)
+def _validate(ctx: typer.Context, config: _ConfigPath = None) -> int:
+    """Check a run without training.
+
+    Takes what finetune takes. Checks options, devices, the model's files and every row of the data; reads no weights.
+    """
+    from .config import RunConfig
+
+    run_config = RunConfig.resolve(config, ctx.args)
+    from .validate import validate
+
+    for line in validate(run_config):
+        print(line, flush=True)
+    return 0
+
+
+@app.command("version")
+def _version() -> int:
+    """Print versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from . import __version__
+
+    print(f"lorashard {__version__}")
+    print(f"python {sys.version.split()[0]}")
+    for library in _LIBRARIES:
+        try:
+            print(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            print(f"{library} is not installed")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: The words after the program's name; by default this process's own.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        return app(args=words, prog_name="lorashard", standalone_mode=False) or 0
+    except UserError as error:
+        _report(error, is_user_error=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        # Typer's own errors (an unknown command) know how to show themselves, and their exit code.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
+            return error.exit_code
+        _report(error, is_user_error=False)
+        return 1
+
+
+def _report(error: Exception, is_user_error: bool) -> None:
+    """Say why the command failed, once, however many ranks run it."""
+    from .devices import find_launcher
+    from .failures import record_failure
+
+    error = error.with_traceback(_skip_typer(error.__traceback__))
+    record_failure(error, is_user_error)
+    if not is_user_error:
+        traceback.print_exception(error)
+        return
+    try:
+        launcher = find_launcher(os.environ)
+    except UserError:
+        launcher = None
+    # lorashard's launcher prints it; torchrun's summary has it; where neither is told, each rank speaks.
+    is_told = launcher is not None and "TORCHELASTIC_ERROR_FILE" in os.environ
+    if launcher is None or not is_told or (launcher.rank == 0 and not launcher.is_lorashard):
+        print(f"lorashard: error: {error}", file=sys.stderr)
+
+
+def _skip_typer(frames: TracebackType | None) -> TracebackType | None:
+    """Return the frames below Typer's own, which tell nothing of the crash."""
+    start = frame = frames
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__", "").startswith("typer."):
+            start = frame.tb_next
+        frame = frame.tb_next
+    return start or frames
+
+
+def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    from .data.tokenizer import load_tokenizer
+
+    return load_tokenizer(
+        config.model_name_or_path,
+        config.model_revision,
+        config.trust_remote_code,
+        config.chat_template_path,
+        config.eos_token,
+    )
+
+
+def _build_options_help() -> str:
+    """Return the main options by group, from the configuration's own fields."""
+    from .config import REFUSED_OPTIONS, RunConfig, read_known_options
+    from .data.options import DataOptions
+    from .options import read_trainer_options
+
+    num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
+    groups = dict(_HELP_GROUPS, Data=tuple(name for name in DataOptions.model_fields if name != "dataset"))
+    known = read_known_options()
+    lines = []
+    for title, names in groups.items():
+        lines += ["", f"{title}:"]
+        for name in names:
+            field = RunConfig.model_fields[name]
+            default = "" if field.default in (None, "") or field.is_required() else f" [{_show(field.default)}]"
+            text = f"{' '.join((field.description or '').split())}{default}"
+            lines.append(f"  --{name} {'|'.join(known[name].choices)}".rstrip())
+            lines += textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + textwrap.dedent(
+        f"""
+
+        Training:
+          Every option of TRL's SFTConfig ({num_options} in all) works by its own name too:
+          --learning_rate 1e-4, --max_steps 100, --per_device_train_batch_size 2, --report_to tensorboard, ...
+          lorashard's own defaults are learning_rate 2e-4, lr_scheduler_type cosine, activation checkpointing on,
+          and eval_strategy epoch where there is an eval_dataset. All of them, explained:
+          https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig
+
+        --a_b and --a-b, --key value and --key=value are the same; a bare --flag is true. The same names are the keys
+        of the --config file; the command line wins over it.
+        """
+    )
+
+
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

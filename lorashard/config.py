@@ -1,0 +1,355 @@
+"""The options of a run: lorashard's own, the data's, and all of TRL's `SFTConfig`, in one flat set of names.
+
+Reading order: `RunConfig` (what can be chosen), `RunConfig.resolve` (command line over YAML over defaults), then the
+tables of other tools' spellings and of options that cannot be chosen here. Imports neither torch nor transformers nor
+TRL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from .data.options import DataOptions
+from .errors import ConfigError
+from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
+
+# Where lorashard's defaults are not TRL's: what works for LoRA.
+TRAINER_DEFAULTS = {"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "logging_steps": 10, "report_to": "none"}
+
+# Other tools' spellings (axolotl, LLaMA-Factory, TRL's scripts, PEFT, older transformers), where they mean the same.
+ALIASES = {
+    "model": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "revision_of_model": "model_revision",
+    "torch_dtype": "dtype",
+    "dataset_name": "dataset",
+    "dataset_train_split": "dataset_split",
+    "dataset_test_split": "eval_dataset_split",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "sample_packing": "packing",
+    "eval_sample_packing": "eval_packing",
+    "r": "lora_r",
+    "lora_rank": "lora_r",
+    "lora_target": "lora_target_modules",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "additional_target": "lora_modules_to_save",
+    "peft_use_rslora": "use_rslora",
+    "peft_use_dora": "use_dora",
+    "lora_task_type": "task_type",
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "micro_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "num_epochs": "num_train_epochs",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "evaluation_strategy": "eval_strategy",
+}
+
+_SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
+_PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
+REFUSED_OPTIONS = {
+    "fsdp": _SHARDS_ITSELF,
+    "fsdp_config": _SHARDS_ITSELF,
+    "fsdp_transformer_layer_cls_to_wrap": _SHARDS_ITSELF,
+    "fsdp_min_num_params": _SHARDS_ITSELF,
+    "deepspeed": _SHARDS_ITSELF,
+    "parallelism_config": _SHARDS_ITSELF,
+    "model_init_kwargs": "give dtype, attn_implementation, model_revision and trust_remote_code by their own names",
+    "dataset_num_proc": _PREPARES_ITSELF,
+    "pad_token": "TRL has deprecated it: the tokenizer's padding token is used",
+    "use_cpu": "give --cpu N, the number of ranks",
+    "local_rank": "the launcher tells each rank its number",
+}
+# What to say of names that other tools have and lorashard has not.
+HINTS = {
+    "warmup_ratio": "give the ratio as warmup_steps, a number below 1",
+    "sharding_strategy": "choose with placement: shard or replicate",
+    "datasets": "give one dataset: a file, a folder or a hub id",
+    "template": "give chat_template_path, or nothing for the model's own template",
+    "flash_attn": "give attn_implementation: flash_attention_2",
+    "flash_attention": "give attn_implementation: flash_attention_2",
+}
+# Options whose one workable value is set by lorashard: giving that value is fine.
+PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "ddp_find_unused_parameters": (False, "every adapter parameter takes part in each step, and searching costs time"),
+    "dataset_kwargs": ({"skip_prepare_dataset": True}, _PREPARES_ITSELF),
+    "do_train": (True, "finetune trains"),
+    "do_predict": (False, "finetune does not predict"),
+}
+
+_REQUIRED = ("model_name_or_path", "dataset", "output_dir")
+
+
+class RunConfig(DataOptions):
+    """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's `SFTConfig`.
+
+    `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
+    `trainer`. Mistakes raise `ConfigError`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    model_name_or_path: str
+    """A model's folder, or its id on the Hugging Face hub."""
+    output_dir: str = ""
+    """The run's folder: configuration, metrics, logs, checkpoints and the adapter."""
+    overwrite_output_dir: bool = False
+    """Start anew in a folder that holds another run."""
+    resume_from_checkpoint: str | bool | None = None
+    """Go on from a checkpoint: its folder, or true for the newest of output_dir."""
+
+    gpus: int | list[int] | None = None
+    """How many of the visible GPUs, or which: `4`, or `0,2`, or `2,` for the third alone. Not given: all."""
+    cpu: int | None = Field(default=None, ge=1)
+    """Train on the CPU with this many ranks."""
+    placement: Literal["shard", "replicate"] = "shard"
+    """Where the base rests: `shard` keeps 1/N of it on each of N ranks, `replicate` keeps it whole on each."""
+    prefetch: int = Field(default=1, ge=0)
+    """How many layers ahead to gather."""
+
+    model_revision: str | None = None
+    """The commit, branch or tag of the model on the hub."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model or its tokenizer."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """The base's type and that of the computation; float16 needs a GPU."""
+    attn_implementation: str | None = None
+    """transformers' attention: `sdpa`, `eager`, `flash_attention_2`, ..."""
+    chat_template_path: str | None = None
+    """A .jinja file, or a folder or hub id whose chat template to use."""
+    eos_token: str | None = None
+    """The token that ends a turn or a sequence, if it is not the tokenizer's own."""
+
+    lora_r: int = Field(default=16, ge=1)
+    """The low rank of LoRA's matrices."""
+    lora_alpha: int = Field(default=32, ge=1)
+    """LoRA's scale: the adapter's output is multiplied by lora_alpha / lora_r."""
+    lora_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout before LoRA's matrices."""
+    lora_target_modules: str | list[str] = "all-linear"
+    """The layers to adapt: `all-linear`, names such as `q_proj,v_proj`, or a regular expression."""
+    lora_modules_to_save: list[str] | None = None
+    """Modules to train whole and save beside the adapter."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_r)."""
+    use_dora: bool = False
+    """Weight-decomposed LoRA."""
+    task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
+    """What PEFT writes into the adapter's configuration."""
+
+    activation_checkpointing: bool = True
+    """Recompute activations in backward instead of keeping them."""
+    activation_checkpointing_kwargs: dict[str, Any] | None = None
+    """transformers' options for it, such as `{"use_reentrant": false}`."""
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    """What was given of TRL's `SFTConfig` options; not an option itself."""
+
+    @classmethod
+    def resolve(
+        cls, yaml_path: Path | None, overrides: Sequence[str], required: Sequence[str] = _REQUIRED
+    ) -> RunConfig:
+        """Build a configuration from the command line, over a YAML file, over the defaults.
+
+        Args:
+            yaml_path: A flat file of `option: value` lines, or None.
+            overrides: The command line's words, such as `["--lora_r", "8", "--packing"]`.
+            required: The options that must be given.
+
+        Raises:
+            ConfigError: A wrong name, type or combination, with the file and line that it comes from.
+        """
+        known = read_known_options()
+        from_file = collect_options(read_yaml_options(yaml_path), known) if yaml_path else {}
+        values = from_file | collect_options(read_command_line(overrides), known)
+        for name in required:
+            if not values.get(name):
+                raise ConfigError(
+                    f"no {name}: give --{name} on the command line, or '{name}: ...' in the --config file"
+                )
+        return cls(**values)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_options(cls, values: dict[str, Any]) -> dict[str, Any]:
+        given = [GivenOption(name, value, "") for name, value in values.items() if name != "trainer"]
+        given += [GivenOption(name, value, "") for name, value in values.get("trainer", {}).items()]
+        options = collect_options(given, read_known_options())
+        options |= _choose_precision(options)
+        own = {name: value for name, value in options.items() if name in cls.model_fields}
+        trainer = {name: value for name, value in options.items() if name not in own}
+        if own.get("output_dir"):  # no shell has seen what YAML holds
+            own["output_dir"] = os.path.expanduser(own["output_dir"])
+        return own | {"trainer": trainer}
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> RunConfig:
+        if self.gpus is not None and self.cpu is not None:
+            raise ConfigError("gpus and cpu are both given: choose GPU ranks or CPU ranks")
+        if self.cpu is not None and self.dtype == "float16":
+            raise ConfigError("dtype float16 needs a GPU (its loss scaling has no CPU form): use bfloat16 or float32")
+        if isinstance(self.gpus, int) and self.gpus < 1:
+            raise ConfigError(f"gpus: expected a count of 1 or more, or ids such as 0,2; found {self.gpus}")
+        if isinstance(self.gpus, list) and (
+            not self.gpus or min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus)
+        ):
+            raise ConfigError(f"gpus: expected different ids of 0 or more, found {self.gpus}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> RunConfig:
+        strategy = self.trainer.get("eval_strategy", "no")
+        if strategy != "no" and self.eval_dataset is None:
+            raise ConfigError(f"eval_strategy is {strategy}, but there is no eval_dataset to evaluate on: give one")
+        return self
+
+    @property
+    def trainer_options(self) -> dict[str, Any]:
+        """Arguments for the installed `SFTConfig`: what was given, lorashard's defaults, and what follows from them.
+
+        Without `output_dir`, and without the data's options: these are met before the trainer sees the rows.
+        """
+        options = self._fill_trainer() | {"seed": self.seed}
+        for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+            if options.get(flag) is None:
+                options[flag] = self.dtype == dtype
+        prefix = "activation" if "activation_checkpointing" in read_trainer_options() else "gradient"
+        options[f"{prefix}_checkpointing"] = self.activation_checkpointing
+        if self.activation_checkpointing_kwargs is not None:
+            options[f"{prefix}_checkpointing_kwargs"] = self.activation_checkpointing_kwargs
+        return options
+
+    def data_options(self) -> dict[str, Any]:
+        """Return the arguments of `DataOptions`."""
+        return {name: getattr(self, name) for name in DataOptions.model_fields}
+
+    def lora_options(self) -> dict[str, Any]:
+        """Return the arguments of PEFT's `LoraConfig`."""
+        return {
+            "r": self.lora_r,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": self.lora_target_modules,
+            "modules_to_save": self.lora_modules_to_save,
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "task_type": self.task_type,
+        }
+
+    def to_yaml(self) -> str:
+        """Return the whole configuration as a flat YAML file that `resolve` reads back to the same options."""
+        own = self.model_dump(exclude={"trainer"})
+        return yaml.safe_dump(own | self._fill_trainer(), sort_keys=False, allow_unicode=True)
+
+    def _fill_trainer(self) -> dict[str, Any]:
+        # Rows to evaluate on that nobody evaluates would be a surprise.
+        evaluation = {"eval_strategy": "epoch"} if self.eval_dataset else {}
+        return TRAINER_DEFAULTS | evaluation | self.trainer
+
+
+def read_known_options() -> dict[str, Option]:
+    """Return every option that a run takes: lorashard's own, the data's and TRL's, the first meaning wins."""
+    own = {}
+    for owner in (DataOptions, RunConfig):
+        for name, annotation in owner.__annotations__.items():
+            if name in owner.model_fields and name != "trainer":
+                own[name] = Option.from_annotation(name, annotation)
+    return read_trainer_options() | own
+
+
+def collect_options(given: Sequence[GivenOption], known: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the values of options by their true names, parsed.
+
+    Args:
+        given: From one source: an option, or it and its alias, given twice must agree.
+        known: From `read_known_options`.
+
+    Raises:
+        ConfigError: An unknown, refused or contradictory option, or a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
+    for option in given:
+        written = option.name.replace("-", "_")
+        name = ALIASES.get(written, written)
+        place = f" ({option.where})" if option.where else ""
+        if name in REFUSED_OPTIONS:
+            # "null" and an empty value are the default that other tools write out.
+            if option.value in (None, "", "null", [], {}):
+                continue
+            raise ConfigError(f"{written} is not an option here{place}: {REFUSED_OPTIONS[name]}")
+        if name not in known:
+            raise ConfigError(_explain_unknown(written, option.value, known, place))
+        value = known[name].parse(option.value, option.where)
+        if name in PINNED_OPTIONS:
+            pinned, reason = PINNED_OPTIONS[name]
+            if value not in (None, pinned):
+                raise ConfigError(f"{name} must be {pinned}{place}: {reason}")
+            continue
+        if name in values and values[name] != value:
+            first = spellings[name]
+            names = f"{written} is given twice" if first == written else f"{first} and {written} are the same option"
+            raise ConfigError(f"{names}, with two values, {values[name]!r} and {value!r}{place}: keep one")
+        values[name], spellings[name] = value, written
+    return values
+
+
+def _explain_unknown(name: str, value: Any, known: Mapping[str, Option], place: str) -> str:
+    nearest = find_nearest(name, [*known, *ALIASES])
+    if name in HINTS:
+        hint = HINTS[name]
+    elif isinstance(value, dict):
+        hint = "the options are flat, write those under it at the top level"
+    elif nearest:
+        hint = f"did you mean '{ALIASES.get(nearest, nearest)}'?"
+    else:
+        hint = "lorashard finetune --help lists the options"
+    return f"unknown option '{name}'{place}: {hint}"
+
+
+def _choose_precision(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dtype that `bf16` or `fp16` ask for, after checking that all three agree.
+
+    The base is cast to the dtype of the computation once, when it is loaded: under autocast to another one, every
+    layer's weights would be copied in each step.
+    """
+    asked = {flag: name for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")) if options.get(flag)}
+    if len(asked) == 2:
+        raise ConfigError("bf16 and fp16 are both true: choose one")
+    for flag, name in asked.items():
+        dtype = options.get("dtype", name)
+        if dtype != name:
+            raise ConfigError(f"{flag}: true and dtype: {dtype} contradict each other: the base computes in its dtype")
+        return {"dtype": name}
+    if options.get("dtype") == "float16" and options.get("fp16") is False:
+        raise ConfigError("fp16: false and dtype: float16 contradict each other: float16 needs fp16's loss scaling")
+    return {}
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    reason = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return reason
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"no {name}: it has to be given"
+    return f"{name}: {reason[:1].lower()}{reason[1:]}, found {problem['input']!r}"

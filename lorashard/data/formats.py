@@ -1,0 +1,270 @@
+"""What a row means: the recognised sets of columns, and how each becomes a text, a prompt with its completion, or a
+conversation.
+
+| columns                                       | becomes                                                        |
+|-----------------------------------------------|----------------------------------------------------------------|
+| `messages` (`system`, `tools`)                | a conversation                                                 |
+| `conversations` (`system`, `tools`)           | a conversation; ShareGPT's `from`/`value` and role names       |
+| `prompt`, `completion` (`tools`)              | a prompt and its completion, both texts or both conversations  |
+| `instruction`, `output` (`input`, `system`)   | a prompt and its completion: Alpaca                            |
+| `question`, `answer`                          | a prompt and its completion                                    |
+| `text`, or what `dataset_text_field` names    | a text                                                         |
+
+The first line that fits decides, so `text` beside `instruction` is ignored; a `dataset_text_field` other than `text`
+goes before all. Alpaca and question/answer rows are chats (user, assistant) if the tokenizer has a chat template. If
+not, the prompt is the parts with an empty line between them, and one line break stands before the completion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DataError
+from .sources import BadRow, name_type
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row in the three shapes that TRL trains on: text, prompt with completion, conversation.
+
+    `body` is what stands in TRL's `text`, `messages` or `completion`; only the last has a `prompt`.
+    """
+
+    body: str | list[Message]
+    prompt: str | list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataFormat:
+    """A recognised set of columns: its name, its shape, and the function that makes an `Example` of a row."""
+
+    name: str
+    is_chat: bool
+    has_prompt: bool
+    convert: Callable[[dict[str, Any]], Example]
+
+
+def detect_format(rows: Sequence[dict[str, Any]], has_chat_template: bool, text_field: str = "text") -> DataFormat:
+    """Recognise the format by the columns of the first rows.
+
+    Args:
+        rows: The first rows; together, since one of them may lack a column.
+        has_chat_template: Whether the tokenizer has one.
+        text_field: The column of a plain text dataset.
+
+    Raises:
+        DataError: No recognised format has these columns, or they need a chat template and there is none.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    images = sorted({"image", "images"} & set(columns))
+    if images:
+        raise DataError(f"only text can be trained on, but the dataset has the column {images[0]!r}")
+
+    found = _match_format(rows, columns, has_chat_template, text_field)
+    if found is None:
+        raise DataError(
+            f"the dataset's columns are not recognised: found {', '.join(columns) or 'none'}; expected messages, "
+            "conversations, prompt + completion, instruction + output (+ input, system), question + answer, or "
+            f"{text_field} (dataset_text_field names another column of plain text)"
+        )
+    if found.is_chat and not has_chat_template:
+        raise DataError(
+            f"the dataset holds conversations ({found.name}), but the tokenizer has no chat template to write them: "
+            "set chat_template_path to a .jinja file, or to a model whose template suits this one"
+        )
+    return found
+
+
+def _match_format(
+    rows: Sequence[dict[str, Any]], columns: list[str], has_chat_template: bool, text_field: str
+) -> DataFormat | None:
+    def has(*required: str) -> bool:
+        return all(column in columns for column in required)
+
+    def convert_text(row: dict[str, Any]) -> Example:
+        return Example(_get_text(row, text_field))
+
+    text = DataFormat(text_field, False, False, convert_text)
+    if text_field != "text" and has(text_field):
+        return text
+    if has("messages"):
+        return DataFormat("messages", True, False, lambda row: _convert_conversation(row, "messages"))
+    if has("conversations"):
+        return DataFormat("conversations", True, False, lambda row: _convert_conversation(row, "conversations"))
+    if has("prompt", "completion"):
+        if any(isinstance(row.get("prompt"), list) for row in rows):
+            return DataFormat("prompt/completion messages", True, True, _convert_prompt_messages)
+        return DataFormat("prompt/completion", False, True, _convert_prompt_text)
+    if has("instruction", "output"):
+        convert = _convert_alpaca_chat if has_chat_template else _convert_alpaca_text
+        return DataFormat("instruction/output", has_chat_template, True, convert)
+    if has("question", "answer"):
+        convert = _convert_question_chat if has_chat_template else _convert_question_text
+        return DataFormat("question/answer", has_chat_template, True, convert)
+    return text if has(text_field) else None
+
+
+def _convert_conversation(row: dict[str, Any], column: str) -> Example:
+    messages = _get_messages(row, column)
+    system = _get_optional_text(row, "system")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return Example(messages, None, _get_tools(row), _get_template_kwargs(row))
+
+
+def _convert_prompt_messages(row: dict[str, Any]) -> Example:
+    prompt, completion = _get_messages(row, "prompt"), _get_messages(row, "completion")
+    if not any(message["role"] == "assistant" for message in completion):
+        raise BadRow("empty completion", "`completion` holds no assistant message")
+    return Example(completion, prompt, _get_tools(row), _get_template_kwargs(row))
+
+
+def _convert_prompt_text(row: dict[str, Any]) -> Example:
+    prompt = _get(row, "prompt")
+    if not isinstance(prompt, str):
+        raise BadRow("wrong type", f"`prompt` must be a string, found {name_type(prompt)}")
+    return Example(_get_completion(row, "completion"), prompt)
+
+
+def _convert_alpaca_chat(row: dict[str, Any]) -> Example:
+    system, question, answer = _split_alpaca(row)
+    start = [{"role": "system", "content": system}] if system else []
+    return _make_turn(start, question, answer)
+
+
+def _convert_alpaca_text(row: dict[str, Any]) -> Example:
+    system, question, answer = _split_alpaca(row)
+    return _join_text([system, question] if system else [question], answer)
+
+
+def _split_alpaca(row: dict[str, Any]) -> tuple[str, str, str]:
+    if row.get("history"):
+        raise BadRow("unsupported field", "`history` holds earlier turns: write the whole conversation as `messages`")
+    question = [_get_text(row, "instruction"), _get_optional_text(row, "input")]
+    return _get_optional_text(row, "system"), "\n\n".join(filter(None, question)), _get_completion(row, "output")
+
+
+def _convert_question_chat(row: dict[str, Any]) -> Example:
+    return _make_turn([], _get_text(row, "question"), _get_completion(row, "answer"))
+
+
+def _convert_question_text(row: dict[str, Any]) -> Example:
+    return _join_text([_get_text(row, "question")], _get_completion(row, "answer"))
+
+
+def _make_turn(start: list[Message], question: str, answer: str) -> Example:
+    return Example([{"role": "assistant", "content": answer}], [*start, {"role": "user", "content": question}])
+
+
+def _join_text(parts: list[str], answer: str) -> Example:
+    return Example(answer, "\n\n".join(parts) + "\n")
+
+
+def _get(row: dict[str, Any], field: str) -> Any:
+    if field not in row:
+        raise BadRow("missing field", f"`{field}` is missing")
+    if row[field] is None:
+        raise BadRow("null field", f"`{field}` is null")
+    return row[field]
+
+
+def _get_text(row: dict[str, Any], field: str, reason: str = "empty field") -> str:
+    text = _get(row, field)
+    if not isinstance(text, str):
+        raise BadRow("wrong type", f"`{field}` must be a string, found {name_type(text)}")
+    if not text.strip():
+        raise BadRow(reason, f"`{field}` is empty")
+    return text
+
+
+def _get_completion(row: dict[str, Any], field: str) -> str:
+    return _get_text(row, field, "empty completion")
+
+
+def _get_optional_text(row: dict[str, Any], field: str) -> str:
+    text = row.get(field) or ""
+    if not isinstance(text, str):
+        raise BadRow("wrong type", f"`{field}` must be a string, found {name_type(text)}")
+    return text
+
+
+def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise BadRow("wrong type", f"`tools` is a string but not JSON ({error})") from error
+    if not tools:
+        return None  # some templates announce tools even for an empty list
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("wrong type", "`tools` must be a list of objects, or a string of JSON with such a list")
+    return tools
+
+
+def _get_template_kwargs(row: dict[str, Any]) -> dict[str, Any] | None:
+    template_kwargs = row.get("chat_template_kwargs")
+    if template_kwargs is not None and not isinstance(template_kwargs, dict):
+        raise BadRow("wrong type", f"`chat_template_kwargs` must be an object, found {name_type(template_kwargs)}")
+    return template_kwargs
+
+
+def _get_messages(row: dict[str, Any], field: str) -> list[Message]:
+    items = _get(row, field)
+    if not isinstance(items, list):
+        raise BadRow("wrong type", f"`{field}` must be a list of messages, found {name_type(items)}")
+    if not items:
+        raise BadRow("empty completion" if field == "completion" else "empty field", f"`{field}` holds no message")
+    return [_convert_message(item, f"`{field}` message {number}") for number, item in enumerate(items, 1)]
+
+
+def _convert_message(item: Any, name: str) -> Message:
+    if not isinstance(item, dict):
+        raise BadRow("wrong type", f"{name} must be an object with role and content, found {name_type(item)}")
+    # Arrow gives each message the keys of all, and templates take null for a value: a null is a key that is not there.
+    message = {key: value for key, value in item.items() if value is not None}
+    if "role" not in message and "from" in message:
+        sender = message.pop("from")
+        message["role"] = SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
+
+    role = message.get("role")
+    if role is None:
+        raise BadRow("missing field", f"{name} has no role")
+    if role not in ROLES:
+        raise BadRow("unknown role", f"{name} has the role {role!r}, expected one of {', '.join(ROLES)}")
+    if message.get("weight", 1) != 1:
+        raise BadRow("unsupported field", f"{name} has the weight {message['weight']!r}: every turn is learnt alike")
+    if "content" in message:
+        message["content"] = _convert_content(message["content"], name)
+    if role == "assistant":
+        if not (message.get("content", "").strip() or message.get("tool_calls")):
+            raise BadRow("empty completion", f"{name}, the assistant's, is empty")
+    elif "content" not in message:
+        raise BadRow("missing field", f"{name} has no content")
+    return message
+
+
+def _convert_content(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRow("wrong type", f"the content of {name} must be a string, found {name_type(content)}")
+    # A template for plain strings would print this list as Python writes it, so text parts become one string.
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadRow(
+                "wrong type", f"the content of {name} has a part that is not text; only text can be trained on"
+            )
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,210 @@
+"""Prepare a dataset once per machine, however many processes ask for it, and keep the result.
+
+Processes wait for one another at a file lock: no process group is needed, so ranks can prepare before there is one, and
+no collective's timeout counts the seconds. The result lies in a folder named by a hash of all that it depends on. It is
+written beside and renamed when whole, so a folder with that name is complete whatever became of the process that wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.arrow_writer import ArrowWriter
+from datasets.utils import tqdm
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import DataError
+from .encode import Encoding, encode_source
+from .options import DataOptions
+from .report import DataReport, SkippedRows
+from .sources import Source, open_source
+
+logger = logging.getLogger(__name__)
+
+# Count up when the same options, rows and tokenizer give other tokens or labels than before.
+_RECIPE_VERSION = 1
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "trl")
+_WRITE_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Datasets ready for SFTTrainer with `dataset_kwargs={"skip_prepare_dataset": True}`.
+
+    Their columns are `input_ids` and `labels`, and `seq_lengths` where rows are packed (not with `wrapped`). They are
+    read from disk as they are used, so processes share one copy through the page cache.
+    """
+
+    train: datasets.Dataset
+    eval: datasets.Dataset | None
+    report: DataReport
+    eval_report: DataReport | None
+    path: Path
+    """The folder that holds them; its name is the hash of all that they depend on, equal on all ranks."""
+
+
+def prepare(options: DataOptions, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None) -> Prepared:
+    """Tokenise, label, cut, pack and shuffle a dataset, or find it done before.
+
+    Any number of processes may call this at once: one does the work, the others wait for it.
+
+    Args:
+        options: Which rows, and what to make of them.
+        tokenizer: As `load_tokenizer` returns it.
+        cache_dir: Where results are kept; by default `lorashard` in the datasets library's cache.
+
+    Raises:
+        DataError: A dataset is missing, its columns are not recognised, or rows cannot be trained on.
+        ConfigError: The options do not suit the dataset or the tokenizer.
+    """
+    sources = _open_sources(options)
+    cache_dir = cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "lorashard"
+    identities = {name: source.identify() for name, source in sources.items()}
+    folder = cache_dir / _hash_inputs(options, identities, tokenizer)
+    if not folder.is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):  # given back by the system should this process die
+            if not folder.is_dir():
+                _build(folder, sources, identities, options, tokenizer)
+    return _load(folder, options)
+
+
+def _open_sources(options: DataOptions) -> dict[str, Source]:
+    train = open_source(options.dataset, options.dataset_split, options.dataset_config, options.dataset_revision)
+    if options.eval_dataset is None:
+        return {"train": train}
+    is_same = options.eval_dataset == options.dataset
+    config, revision = (options.dataset_config, options.dataset_revision) if is_same else (None, None)
+    return {"train": train, "eval": open_source(options.eval_dataset, options.eval_dataset_split, config, revision)}
+
+
+def _build(
+    folder: Path,
+    sources: dict[str, Source],
+    identities: dict[str, list[Any]],
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+    unfinished.mkdir()
+    try:
+        for name, source in sources.items():
+            report = _encode_split(unfinished, name, source, options, tokenizer)
+            (unfinished / f"{name}.json").write_text(json.dumps(asdict(report), indent=1))
+            if source.identify() != identities[name]:
+                raise DataError(f"dataset {source.name!r} changed while it was being read: start again")
+        for file in unfinished.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle)  # a machine that dies must not keep the name and lose the contents
+        os.rename(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _encode_split(
+    folder: Path, name: str, source: Source, options: DataOptions, tokenizer: PreTrainedTokenizerBase
+) -> DataReport:
+    packing = options.packing
+    max_samples = options.max_train_samples
+    if name == "eval":
+        packing = options.packing if options.eval_packing is None else options.eval_packing
+        max_samples = options.max_eval_samples
+    encoder, results = encode_source(source, options, tokenizer, packing, max_samples)
+    report = DataReport(source.name, encoder.format.name, encoder.mask_method, ignored_files=list(source.ignored))
+    logger.info("%s: %s rows, learning: %s", source.name, report.format, report.mask_method)
+
+    path = folder / f"{name}.arrow"
+    tokens = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({"input_ids": tokens, "labels": tokens})
+    writer = ArrowWriter(features=features, path=str(path), writer_batch_size=_WRITE_ROWS)
+    with tqdm(results, desc=f"Tokenising {source.name}", unit=" rows", disable=None) as progress:
+        for place, result in progress:
+            report.add(place, result)
+            if isinstance(result, Encoding):
+                writer.write({"input_ids": result.input_ids, "labels": result.labels})
+    writer.finalize()
+    writer.close()
+
+    if report.num_skipped and options.on_bad_row == "error":
+        raise DataError(
+            f"dataset {source.name!r}: {report.explain_skipped()}. Mend them, or set on_bad_row: skip to leave them out"
+        )
+    if not report.rows_kept:
+        raise DataError(f"dataset {source.name!r}: no row is left to train on: {report.explain_skipped()}")
+    if packing:
+        report.num_packed = _pack(path, options)
+    return report
+
+
+def _pack(path: Path, options: DataOptions) -> int:
+    from trl.data_utils import pack_dataset
+
+    rows = datasets.Dataset.from_file(str(path))
+    if options.shuffle_dataset:
+        rows = rows.shuffle(seed=options.seed, keep_in_memory=True)
+    packed_path = path.with_suffix(".packed")
+    map_kwargs = {"cache_file_name": str(packed_path), "desc": "Packing"}
+    assert options.max_length is not None
+    packed = pack_dataset(rows, options.max_length, options.packing_strategy, map_kwargs)
+    num_packed = len(packed)
+    os.replace(packed_path, path)
+    return num_packed
+
+
+def _load(folder: Path, options: DataOptions) -> Prepared:
+    found = {}
+    for name in ("train", "eval"):
+        if (folder / f"{name}.json").exists():
+            found[name] = (_load_rows(folder / f"{name}.arrow", options), _load_report(folder / f"{name}.json"))
+    train, report = found["train"]
+    eval_rows, eval_report = found.get("eval", (None, None))
+    return Prepared(train, eval_rows, report, eval_report, folder)
+
+
+def _load_rows(path: Path, options: DataOptions) -> datasets.Dataset:
+    rows = datasets.Dataset.from_file(str(path))
+    # In memory: the indices would else be written into the shared folder, by every process at once.
+    return rows.shuffle(seed=options.seed, keep_in_memory=True) if options.shuffle_dataset else rows
+
+
+def _load_report(path: Path) -> DataReport:
+    values = json.loads(path.read_text())
+    values["rows_skipped"] = {reason: SkippedRows(**skipped) for reason, skipped in values["rows_skipped"].items()}
+    return DataReport(**values)
+
+
+def _hash_inputs(options: DataOptions, identities: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    inputs = {
+        "recipe": _RECIPE_VERSION,
+        "options": options.model_dump(mode="json"),
+        "sources": identities,
+        "tokenizer": _describe_tokenizer(tokenizer),
+        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    description: dict[str, Any] = {
+        "class": type(tokenizer).__name__,
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return description | {"vocabulary": tokenizer.get_vocab(), "options": str(tokenizer.init_kwargs)}
+    # Calls leave their padding and truncation behind in the backend; they change none of the tokens here.
+    state = json.loads(backend.to_str())
+    return description | {"backend": {key: state[key] for key in state if key not in ("padding", "truncation")}}

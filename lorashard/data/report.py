@@ -1,0 +1,86 @@
+"""What became of a dataset's rows: counted while they are encoded, so that none goes missing unseen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from .encode import IGNORED_LABEL, Encoding
+from .sources import BadRow
+
+_SHOWN_PLACES = 5
+
+
+@dataclass
+class SkippedRows:
+    """Rows left out for one reason; `first` holds the first few, each with its place and what is wrong."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DataReport:
+    """What was found in one dataset; `rows_read` is `rows_kept` plus all that `rows_skipped` counts.
+
+    Tokens are counted as they are trained on: after rows were cut to `max_length`, without padding.
+    """
+
+    dataset: str
+    format: str
+    mask_method: str
+    rows_read: int = 0
+    rows_kept: int = 0
+    rows_skipped: dict[str, SkippedRows] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_supervised_tokens: int = 0
+    longest_tokens: int = 0
+    num_truncated: int = 0
+    num_packed: int | None = None
+    """Sequences that the rows were packed into."""
+    num_prompt_drifts: int = 0
+    """Rows whose prompt, written alone, is not how prompt and completion together start: the model is trained on
+    another context than it sees when it is used."""
+    num_unended_turns: int = 0
+    """Rows in which an assistant's turn has no token that ends it: the model may not learn to stop."""
+    ignored_files: list[str] = field(default_factory=list)
+    """Files of a folder that belong to no split, or are of another kind."""
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(skipped.count for skipped in self.rows_skipped.values())
+
+    def add(self, place: str, result: Encoding | BadRow) -> None:
+        """Count one row."""
+        self.rows_read += 1
+        if isinstance(result, BadRow):
+            skipped = self.rows_skipped.setdefault(result.reason, SkippedRows())
+            skipped.count += 1
+            if len(skipped.first) < _SHOWN_PLACES:
+                skipped.first.append(f"{place}: {result.detail}")
+            return
+        self.rows_kept += 1
+        self.num_tokens += len(result.input_ids)
+        self.num_supervised_tokens += sum(label != IGNORED_LABEL for label in result.labels)
+        self.longest_tokens = max(self.longest_tokens, len(result.input_ids))
+        self.num_truncated += len(result.input_ids) < result.num_tokens_before_cut
+        self.num_prompt_drifts += result.has_prompt_drift
+        self.num_unended_turns += result.has_unended_turn
+
+    def explain_skipped(self) -> str:
+        """Return one line: how many rows cannot be trained on, why, and where the first ones are."""
+        reasons = ", ".join(f"{skipped.count} {reason}" for reason, skipped in self.rows_skipped.items())
+        rounds = zip_longest(*(skipped.first for skipped in self.rows_skipped.values()))  # one of each reason first
+        shown = [place for places in rounds for place in places if place][:_SHOWN_PLACES]
+        more = "; ..." if self.num_skipped > len(shown) else ""
+        return f"{self.num_skipped} of {self.rows_read} rows cannot be trained on ({reasons}): {'; '.join(shown)}{more}"
+
+    def summary(self) -> str:
+        """Return one line: how many rows and tokens, the format found, and what is learnt."""
+        skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
+        cut = f", {self.num_truncated} cut" if self.num_truncated else ""
+        packed = f" packed into {self.num_packed} sequences" if self.num_packed is not None else ""
+        return (
+            f"{self.rows_kept} rows{packed}{skipped}{cut}; {self.num_tokens} tokens, {self.num_supervised_tokens} "
+            f"learnt, the longest row {self.longest_tokens}; {self.format}, learning: {self.mask_method}"
+        )

@@ -1,0 +1,76 @@
+"""Load a model's tokenizer, ready to train with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..errors import CheckpointError, ConfigError
+
+
+def load_tokenizer(
+    model_name_or_path: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template_path: str | None = None,
+    eos_token: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, and give it a padding token as TRL's SFTTrainer does: its own, or the end-of-sequence token.
+
+    Args:
+        model_name_or_path: A folder or a hub id.
+        revision: The commit, branch or tag on the hub.
+        trust_remote_code: Run tokenizer code that comes with the model.
+        chat_template_path: A .jinja file, or a folder or hub id whose chat template to use. Tokens are never added: the
+            frozen base has no rows for them.
+        eos_token: The token that ends a turn or a sequence, if it is not the tokenizer's own.
+
+    Raises:
+        CheckpointError: There is no tokenizer that can be loaded.
+        ConfigError: The chat template or a token cannot be used.
+    """
+    tokenizer = _load(model_name_or_path, revision, trust_remote_code)
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise ConfigError(f"eos_token {eos_token!r} is not in the vocabulary of {model_name_or_path}")
+        tokenizer.eos_token = eos_token
+    if chat_template_path is not None:
+        tokenizer.chat_template = _load_chat_template(chat_template_path, tokenizer, trust_remote_code)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"the tokenizer of {model_name_or_path} has neither a padding token nor an end-of-sequence token to "
+                "pad with: set eos_token"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _load(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the libraries behind it raise anything, down to bare Exceptions from Rust
+        kind = "folder" if Path(name).is_dir() else "hub id"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"no tokenizer could be loaded from the {kind} {name!r}: {reason}") from error
+
+
+def _load_chat_template(path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> str:
+    if path.endswith((".jinja", ".j2")):
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"chat_template_path {path!r} cannot be read: {error.strerror}") from error
+    source = _load(path, None, trust_remote_code)
+    if source.chat_template is None:
+        raise ConfigError(f"chat_template_path {path!r}: its tokenizer has no chat template")
+    chat_template = source.get_chat_template()
+    vocabulary = tokenizer.get_vocab()
+    unknown = [token for token in source.get_added_vocab() if token in chat_template and token not in vocabulary]
+    if unknown:
+        raise ConfigError(
+            f"the chat template of {path!r} writes tokens that this model does not have ({', '.join(unknown)}), and a "
+            "frozen base cannot learn new ones: write a .jinja template with the model's own tokens"
+        )
+    return chat_template

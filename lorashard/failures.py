@@ -1,0 +1,103 @@
+"""Why a rank failed: noted by the rank, read by the launcher, said in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .rank import find_log
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_NEAR_S = 5
+# Nobody but the kernel, a person or a defect in native code does these to a rank: no other rank's failure is the cause.
+_DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+def record_failure(error: BaseException, is_user_error: bool) -> None:
+    """Leave an error where the launcher looks for it: torch's elastic launcher, torchrun and accelerate know the form.
+
+    Torch's own writer knows only whole seconds, too coarse to tell which of two ranks failed first.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    name = type(error).__name__
+    details = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),
+        "time_s": time.time(),
+        "user_error": str(error) if is_user_error else None,
+    }
+    message = {"message": {"message": f"{name}: {error}" if str(error) else name, "extraInfo": details}}
+    Path(path).write_text(json.dumps(message), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ended, for the user; `log` is that of the rank to blame."""
+
+    exit_code: int
+    message: str
+    log: Path | None = None
+
+
+def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> Failure:
+    """Find the rank that failed first among all that did: the others may have failed because it was gone.
+
+    Args:
+        failures: By rank, in the order in which they were noticed.
+    """
+    rank, failure = _find_first(failures)
+    log = find_log(logs_dir, rank)
+    details = _read_details(failure)
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = ": out of memory? The kernel's log (dmesg) tells" if -failure.exitcode == signal.SIGKILL else ""
+        return Failure(1, f"error: rank {rank} was killed by {name}{hint} (log: {log})", log)
+    if failure.exitcode == 2:
+        reason = details.get("user_error") or _read_last_line(log).removeprefix("lorashard: error: ")
+        on_rank = "" if rank == 0 else f" (rank {rank}, log: {log})"
+        return Failure(2, f"error: {reason}{on_rank}", log)
+    reason = details.get("error") or _read_last_line(log) or "it said nothing"
+    return Failure(1, f"error: rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})", log)
+
+
+def _find_first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    first_noticed = next(iter(failures.values()))
+    for rank, failure in failures.items():
+        # Much later, SIGKILL is the launcher's own, for a rank that outlived its grace.
+        is_near = failure.timestamp - first_noticed.timestamp <= _NEAR_S
+        if is_near and -failure.exitcode in _DEADLY_SIGNALS:
+            return rank, failure
+    recorded = [rank for rank, failure in failures.items() if _read_details(failure).get("time_s")]
+    if not recorded:
+        return next(iter(failures.items()))
+    rank = min(recorded, key=lambda rank: _read_details(failures[rank])["time_s"])
+    return rank, failures[rank]
+
+
+def _read_details(failure: ProcessFailure) -> dict[str, Any]:
+    """Return what the rank noted, with `error` as its first line, or nothing."""
+    message = failure.error_file_data["message"]
+    if not isinstance(message, dict):
+        return {}
+    return message["extraInfo"] | {"error": message["message"].splitlines()[0]}
+
+
+def _read_last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def explain_signal(number: signal.Signals) -> Failure:
+    """Say that a signal to the launcher ended the run."""
+    return Failure(128 + number, f"stopped by {number.name}, all ranks have ended")

@@ -1,0 +1,48 @@
+"""A rank's first steps: it ties its life and its output to its launcher.
+
+`python -m lorashard.rank LAUNCHER_PID LOGS_DIR COMMAND...` becomes COMMAND. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Prepare this process and become the command."""
+    launcher_pid, logs_dir, *command = sys.argv[1:]
+    die_with_launcher(int(launcher_pid))
+    # Appending, since both streams share the file, and a resumed run its log.
+    log = os.open(find_log(Path(logs_dir), int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.execvp(command[0], command)
+
+
+def die_with_launcher(launcher_pid: int) -> None:
+    """Have the kernel kill this process when its launcher dies, be it by SIGKILL, which the launcher cannot pass on.
+
+    Only Linux can: elsewhere a rank outlives a launcher that was killed, until its next collective fails.
+    """
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != launcher_pid:  # it died before the kernel was asked
+        sys.exit(1)
+
+
+def find_log(logs_dir: Path, rank: int) -> Path:
+    """Return where a rank writes its output."""
+    return logs_dir / f"rank_{rank}.log"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A run is a folder: what it was asked, where it stands, what each rank measured.
+
+config.yaml  versions.json   the resolved options and the libraries that ran
+status.json                  phase, step, pid; replaced at each change
+metrics.jsonl                one line a logged step
+ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
+logs/rank_K.log              what the rank printed
+checkpoint-N/                the trainer's
+adapter_model.safetensors, adapter_config.json, tokenizer
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from . import __version__
+from .engine import Engine
+
+_LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
+
+
+class Run:
+    """Writes a run's folder; rank 0 writes what is common, each rank its own lines.
+
+    Ranks: local; nothing here is a collective.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, is_resumed: bool) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._status: dict[str, Any] = {}
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        if not is_resumed:
+            (folder / "ranks" / f"rank_{rank}.jsonl").unlink(missing_ok=True)
+            if rank == 0:
+                for name in ("metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"):
+                    (folder / name).unlink(missing_ok=True)
+
+    def describe(self, config_yaml: str) -> None:
+        """Record what was asked and what runs it."""
+        if self._rank == 0:
+            _replace(self.folder / "config.yaml", config_yaml)
+            versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+            versions |= {"lorashard": __version__, "python": platform.python_version()}
+            _replace(self.folder / "versions.json", json.dumps(versions, indent=2))
+
+    def set_status(self, phase: str, **facts: Any) -> None:
+        """Say where the run stands: tokenise, load, train, evaluate, save, done or failed."""
+        if self._rank == 0:
+            self._status |= {"phase": phase, "pid": os.getpid(), "world_size": self._world_size, "time": time.time()}
+            self._status |= facts
+            _replace(self.folder / "status.json", json.dumps(self._status))
+
+    def add_metrics(self, metrics: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+        if self._rank == 0:
+            _append(self.folder / "metrics.jsonl", metrics)
+
+    def add_rank_line(self, line: dict[str, Any]) -> None:
+        """Append a line to this rank's own file."""
+        _append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", line)
+
+
+def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
+    """Return what this rank holds and has waited for.
+
+    Args:
+        base_bytes: bytes of the whole base.
+    """
+    stats = engine.stats()
+    facts: dict[str, Any] = {
+        "base_bytes": base_bytes,
+        "bytes_at_rest": stats.bytes_at_rest,
+        "slot_bytes": stats.slot_bytes,
+        "peak_unsharded_bytes": stats.peak_unsharded_bytes,
+        "gathers": stats.num_gathers,
+        "gathered_bytes": stats.gathered_bytes,
+        "wait_s": round(stats.wait_s, 4),
+        "rss_bytes": psutil.Process().memory_info().rss,
+    }
+    if torch.cuda.is_available():
+        facts["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return facts
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

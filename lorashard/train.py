@@ -1,0 +1,189 @@
+"""One run, as every rank lives it: data, model, TRL's trainer, the adapter saved and read back."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+from . import api, dist
+from .checkpoint import check_adapter, save_adapter
+from .config import RunConfig
+from .data.options import DataOptions
+from .data.prepare import Prepared, prepare
+from .data.tokenizer import load_tokenizer
+from .errors import ConfigError
+from .runs import Run, measure_rank
+
+_CHECKED_TOKENS = 64
+
+
+def finetune(config: RunConfig) -> None:
+    """Train a LoRA adapter on this rank; leave it, checked, in `config.output_dir`.
+
+    Raises:
+        UserError: a mistake in options, data or model; all ranks raise alike.
+
+    Ranks: run by every rank. The data is prepared before the ranks form a group, so that no collective waits for it.
+    """
+    env = dist.read_launcher_env()
+    rank, world_size = (env.rank, env.world_size) if env else (0, 1)
+    checkpoint = _find_checkpoint(config)
+    run = Run(Path(config.output_dir), rank, world_size, is_resumed=checkpoint is not None)
+    run.describe(config.to_yaml())
+    run.set_status("tokenise", error=None)
+    try:
+        _finetune(config, run, rank, checkpoint)
+    except BaseException as error:
+        run.set_status("failed", error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) -> None:
+    tokenizer = load_tokenizer(
+        config.model_name_or_path,
+        config.model_revision,
+        config.trust_remote_code,
+        config.chat_template_path,
+        config.eos_token,
+    )
+    prepared = prepare(DataOptions(**config.data_options()), tokenizer)
+    _say(rank, f"dataset: {prepared.report.summary()}")
+    run.set_status("load")
+    arguments = build_arguments(config)
+    set_seed(arguments.seed)
+    begin_s = time.perf_counter()
+    model = api.load(
+        config.model_name_or_path,
+        LoraConfig(**config.lora_options()),
+        config.placement,
+        dtype=getattr(torch, config.dtype),
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        attn_implementation=config.attn_implementation,
+        prefetch=config.prefetch,
+    )
+    base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    at_rest_bytes = api.stats(model).bytes_at_rest
+    _say(
+        rank,
+        f"model: {base_bytes / 2**30:.3f} GiB of frozen base, {at_rest_bytes / 2**30:.3f} GiB of it on each of "
+        f"{dist.get_world_size()} ranks, loaded in {time.perf_counter() - begin_s:.1f} s; "
+        f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
+    )
+    trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)
+    run.set_status("train", step=trainer.state.global_step)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    run.set_status("save", step=trainer.state.global_step)
+    if rank == 0:
+        save_adapter(model, tokenizer, run.folder)
+    trainer.accelerator.wait_for_everyone()
+    verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, arguments.device))
+    _say(rank, f"adapter: saved to {run.folder} and read back: {verdict}")
+    run.add_rank_line({"step": trainer.state.global_step} | measure_rank(api.engine_of(model), base_bytes))
+    run.set_status("done", step=trainer.state.global_step)
+    trainer.accelerator.end_training()
+
+
+def build_arguments(config: RunConfig) -> SFTConfig:
+    """Return the trainer's arguments: the user's, and what lorashard's way of preparing and sharding decides.
+
+    Making them also makes accelerate's state, and with it the process group.
+
+    Raises:
+        ConfigError: TRL or transformers refuses an option.
+    """
+    decided: dict[str, Any] = {
+        "output_dir": config.output_dir,
+        "use_cpu": dist.is_cpu_requested(),
+        "packing": config.packing,
+        "packing_strategy": config.packing_strategy,
+        "eval_packing": config.eval_packing,
+        "max_length": config.max_length,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "ddp_find_unused_parameters": False,
+    }
+    try:
+        return SFTConfig(**config.trainer_options | decided)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"TRL's SFTConfig refuses the options: {' '.join(str(error).split())}") from error
+
+
+def build_trainer(
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: SFTConfig,
+    prepared: Prepared,
+    run: Run,
+    base_bytes: int,
+) -> SFTTrainer:
+    """Return TRL's trainer, unmodified, with a callback that writes the run's folder."""
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=prepared.train,
+        eval_dataset=prepared.eval,
+        processing_class=tokenizer,
+    )
+    # First, so that trackers and the progress bar see what it adds to a log line.
+    trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
+    return trainer
+
+
+class _RunCallback(TrainerCallback):
+    """Adds tokens per second to what the trainer logs, and writes it down."""
+
+    def __init__(self, run: Run, model: PeftModel, base_bytes: int) -> None:
+        self._run = run
+        self._engine = api.engine_of(model)
+        self._base_bytes = base_bytes
+        self._last: tuple[float, float] | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._last = (time.perf_counter(), 0.0)
+        self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        now_s = time.perf_counter()
+        if "loss" in logs and self._last is not None:
+            last_s, last_tokens = self._last
+            num_tokens = logs.get("num_tokens", 0.0)
+            logs["tokens_per_s"] = round((num_tokens - last_tokens) / (now_s - last_s), 1)
+            self._last = (now_s, num_tokens)
+        self._run.add_metrics({"step": state.global_step, "time": time.time()} | logs)
+        self._run.add_rank_line({"step": state.global_step} | measure_rank(self._engine, self._base_bytes))
+        self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
+
+
+def _find_checkpoint(config: RunConfig) -> str | None:
+    wanted = config.resume_from_checkpoint
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        if not os.path.isdir(wanted):
+            raise ConfigError(f"resume_from_checkpoint: expected a checkpoint's folder, found nothing at {wanted}")
+        return wanted
+    found = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
+    if found is None:
+        raise ConfigError(
+            f"resume_from_checkpoint: expected a checkpoint in {config.output_dir}, found none; leave the option out to "
+            "start anew"
+        )
+    return found
+
+
+def _take_tokens(rows: datasets.Dataset, device: torch.device) -> torch.Tensor:
+    return torch.tensor([rows[0]["input_ids"][:_CHECKED_TOKENS]], device=device)
+
+
+def _say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(f"lorashard: {line}", flush=True)

@@ -1,0 +1,78 @@
+"""Check a run before it takes GPUs: options, devices, the model's files, every row of the data. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import constants, get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+
+from .config import RunConfig
+from .data.options import DataOptions
+from .data.prepare import prepare
+from .data.tokenizer import load_tokenizer
+from .devices import check_device, choose_ranks, find_gpus
+from .errors import CheckpointError, ConfigError
+from .launch import check_output_dir
+from .model.checkpoint import Checkpoint, resolve_folder
+
+
+def validate(config: RunConfig) -> Iterator[str]:
+    """Check one thing after another; yield a line for each that is right.
+
+    Raises:
+        UserError: The first thing that is wrong.
+    """
+    choice = choose_ranks(config, find_gpus())
+    check_device(config, choice.device_type)
+    check_output_dir(config)
+    yield f"ranks: {choice.num_ranks} on {choice.device_type}"
+    _check_trainer_options(config, choice.device_type)
+    yield "options: accepted by TRL and transformers"
+    yield f"model: {_describe_model(config)}"
+    tokenizer = load_tokenizer(
+        config.model_name_or_path,
+        config.model_revision,
+        config.trust_remote_code,
+        config.chat_template_path,
+        config.eos_token,
+    )
+    prepared = prepare(DataOptions(**config.data_options()), tokenizer)
+    yield f"dataset: {prepared.report.summary()}"
+    if prepared.eval_report is not None:
+        yield f"eval_dataset: {prepared.eval_report.summary()}"
+
+
+def _check_trainer_options(config: RunConfig, device_type: str) -> None:
+    from trl import SFTConfig
+
+    try:
+        SFTConfig(output_dir=config.output_dir, use_cpu=device_type == "cpu", **config.trainer_options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise ConfigError(f"TRL's SFTConfig refuses the options: {' '.join(str(error).split())}") from error
+
+
+def _describe_model(config: RunConfig) -> str:
+    name, revision = config.model_name_or_path, config.model_revision
+    try:
+        folder = resolve_folder(name, revision, allow_download=False)
+    except CheckpointError:
+        if Path(name).exists() or constants.HF_HUB_OFFLINE:
+            raise
+        return _describe_hub_model(name, revision)
+    with Checkpoint.open(folder) as checkpoint:
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        return f"{len(checkpoint.tensors)} tensors, {num_bytes / 2**30:.2f} GiB in {folder}"
+
+
+def _describe_hub_model(name: str, revision: str | None) -> str:
+    """Read the headers of a model that is not on this machine."""
+    try:
+        metadata = get_safetensors_metadata(name, revision=revision)
+    except (NotASafetensorsRepoError, HfHubHTTPError) as error:
+        raise CheckpointError(
+            f"model {name!r} has no safetensors weights to read on the hub: {str(error).splitlines()[0]}"
+        ) from error
+    num_tensors = sum(len(file.tensors) for file in metadata.files_metadata.values())
+    return f"{num_tensors} tensors on the hub; finetune will download them"

@@ -1,0 +1,216 @@
+"""Real ranks, ended in every way that a run can end: the exit code, what is said, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import lorashard
+from lorashard.launch import run_ranks
+
+DEADLINE_S = 60
+RANK = r"""
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, behaviour, word = sys.argv[1:]
+rank = int(os.environ["RANK"])
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}: 50%\r100% of {word}", flush=True)
+print("on stderr", file=sys.stderr)
+if behaviour == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if behaviour == "orphan" and rank == 1:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder], start_new_session=True)
+Path(folder, f"pid_{rank}").write_text(str(os.getpid()))
+while not Path(folder, "pid_0").exists() or not Path(folder, "pid_1").exists():
+    time.sleep(0.02)
+if behaviour == "user_error":
+    from lorashard.errors import ConfigError
+    from lorashard.failures import record_failure
+    record_failure(ConfigError("the rows are bad"), is_user_error=True)
+    sys.exit(2)
+if rank == 1 and behaviour == "raise":
+    raise ValueError("boom")
+if rank == 1 and behaviour == "exit_2":
+    print("lorashard: error: the rows are bad")
+    sys.exit(2)
+if rank == 1 and behaviour == "orphan":
+    sys.exit(1)
+if behaviour != "end":
+    time.sleep(600)
+"""
+
+
+def launch_ranks(folder: Path, behaviour: str) -> None:
+    """Be the launcher, as the command line is."""
+    os.setsid()  # its own process group, as a shell gives it
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+        os.environ.pop(name, None)
+    os.environ |= {"PYTHONPATH": str(Path(lorashard.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(folder / "rank.py"), str(folder), behaviour, "$$HOME"]
+    sys.exit(run_ranks(command, 2, folder, grace_s=1))
+
+
+class Launch:
+    """A launcher process with two ranks."""
+
+    def __init__(self, folder: Path, behaviour: str) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        # Forked from a process that has imported torch already, which takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lorashard.launch", "torch.distributed.launcher.api"])
+        self.process = context.Process(target=launch_ranks, args=(folder, behaviour))
+        self.process.start()
+
+    def wait_for_ranks(self) -> list[int]:
+        """Return the process ids of ranks 0 and 1, once both run."""
+        files = [self.folder / f"pid_{rank}" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        time.sleep(0.3)  # elastic sets its signal handlers before it starts ranks, its watch begins right after
+        return [int(file.read_text()) for file in files]
+
+    def finish(self) -> tuple[int | None, str, str]:
+        """Return exit code, stdout and stderr, after checking that no process is left."""
+        self.process.join(DEADLINE_S)
+        assert self.find_processes() == []
+        stdout, stderr = ((self.folder / name).read_bytes().decode() for name in ("stdout", "stderr"))
+        return self.process.exitcode, stdout, stderr
+
+    def find_processes(self) -> list[psutil.Process]:
+        """Return the ranks, and what they started, that are alive; all have the folder in their command line."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "status"])
+            if str(self.folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+        ]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Launch]]:
+    launches: list[Launch] = []
+
+    def start(behaviour: str) -> Launch:
+        launches.append(Launch(tmp_path, behaviour))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        for process in launch.find_processes():
+            process.kill()
+        launch.process.kill()
+        launch.process.join()
+
+
+def test_ranks_that_end_end_the_run(start: Callable[[str], Launch], tmp_path: Path) -> None:
+    """Catches a lost log, rank 1 on the terminal, a progress bar's carriage return or a `$` that is changed."""
+    code, stdout, stderr = start("end").finish()
+
+    assert (code, stderr) == (0, "")
+    lines = ["rank 0 of 2: 50%\r100% of $$HOME", "on stderr"]
+    assert sorted(stdout.replace("\r", "<CR>").splitlines()) == sorted(line.replace("\r", "<CR>") for line in lines)
+    log = (tmp_path / "rank_1.log").read_bytes().decode()
+    assert "rank 1 of 2: 50%\r100%" in log
+    assert "on stderr" in log
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "message"),
+    [
+        ("raise", 1, "error: rank 1 failed: ValueError: boom (exit code 1, log: {log})"),
+        ("exit_2", 2, "error: the rows are bad (rank 1, log: {log})"),
+    ],
+)
+def test_a_failing_rank_ends_all_and_is_named(
+    start: Callable[[str], Launch], tmp_path: Path, behaviour: str, code: int, message: str
+) -> None:
+    """Catches a rank that waits forever for one that is gone, and a failure that is not explained."""
+    found_code, _, stderr = start(behaviour).finish()
+
+    log = tmp_path / "rank_1.log"
+    assert found_code == code
+    assert stderr == f"lorashard: {message.format(log=log)}\n"
+    assert log.read_text().endswith(stderr)
+
+
+def test_a_users_mistake_on_every_rank_is_said_once(start: Callable[[str], Launch]) -> None:
+    """Catches a message for each rank, or exit code 1 for a mistake that only the ranks could find."""
+    code, _, stderr = start("user_error").finish()
+
+    assert code == 2
+    assert stderr.startswith("lorashard: error: the rows are bad")
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_killed_rank_ends_all_and_is_named(start: Callable[[str], Launch]) -> None:
+    """Catches a rank that the kernel killed for memory, whose run hangs or fails without a reason."""
+    launch = start("sleep")
+    os.kill(launch.wait_for_ranks()[1], signal.SIGKILL)
+    code, _, stderr = launch.finish()
+
+    assert code == 1
+    assert stderr.startswith("lorashard: error: rank 1 was killed by SIGKILL: out of memory?")
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+)
+def test_a_signal_ends_all_ranks(
+    start: Callable[[str], Launch], number: signal.Signals, to_group: bool, code: int
+) -> None:
+    """Catches Ctrl-C or a scheduler's SIGTERM that leaves ranks behind, or is reported as a crash."""
+    launch = start("sleep")
+    launch.wait_for_ranks()
+    pid = launch.process.pid
+    assert pid is not None
+    (os.killpg if to_group else os.kill)(pid, number)
+    found_code, _, stderr = launch.finish()
+
+    assert found_code == code
+    assert stderr == f"lorashard: stopped by {number.name}, all ranks have ended\n"
+
+
+def test_a_rank_that_ignores_signals_is_killed(start: Callable[[str], Launch]) -> None:
+    """Catches a rank stuck in a collective that outlives the run."""
+    launch = start("stubborn")
+    launch.wait_for_ranks()
+    launch.process.terminate()
+    code, _, _ = launch.finish()
+
+    assert code == 143
+
+
+def test_what_a_dead_rank_leaves_behind_is_ended(start: Callable[[str], Launch]) -> None:
+    """Catches a data loader's worker that outlives its rank and holds the port or the GPU."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux hands orphans to the launcher")
+    code, _, _ = start("orphan").finish()
+
+    assert code == 1
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(start: Callable[[str], Launch]) -> None:
+    """Catches ranks that hold their GPUs after `kill -9` of the launcher."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux can tie a process's life to another's")
+    launch = start("sleep")
+    launch.wait_for_ranks()
+    launch.process.kill()
+    wait_until(lambda: launch.find_processes() == [])
