@@ -42,7 +42,7 @@ from .rank import find_log
 GRACE_S = 15
 _MIRROR_INTERVAL_S = 0.1
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_RUN_FILES = ("status.json", "metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
+_RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
 
 
 def finetune(config: RunConfig, arguments: Sequence[str]) -> int:

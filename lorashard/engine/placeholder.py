@@ -67,6 +67,15 @@ class Placeholder(torch.Tensor):
 
     # These do not pass through the dispatcher.
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.twin()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, Placeholder):  # nn.Module.to() assigns what it got, which is a twin
+            raise _refusal(self, "assigned to")
+
     def numpy(self, *, force: bool = False) -> Any:
         return _read(self, "numpy").numpy(force=force)
 

@@ -132,7 +132,7 @@ def _put_placeholders(model: PreTrainedModel, weights: BaseWeights, device: torc
             name = names[parameter]
             if parameter not in twins:
                 twins[parameter] = _stand_in(name, parameter, module, model, weights, device)
-            module._parameters[attribute] = twins[parameter]  # type: ignore[assignment]
+            module._parameters[attribute] = twins[parameter]
         for attribute, buffer in module._buffers.items():
             name = f"{path}.{attribute}" if path else attribute
             if buffer is not None:
@@ -150,9 +150,10 @@ def _stand_in(
 ) -> torch.Tensor:
     if name not in weights.names:  # a new head that the checkpoint does not have
         attribute = name.rpartition(".")[2]
-        module._parameters[attribute] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+        made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+        module._parameters[attribute] = made
         model._init_weights(module)
-        return module._parameters[attribute]  # type: ignore[return-value]
+        return made
     placeholder = Placeholder(name, parameter.shape, weights.target_dtype(name), device)
     placeholder.reader = lambda: weights.read(name).to(device)
     return placeholder

@@ -4,7 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 # The two templates below write the same text; only the first says which part of it is the assistant's.
@@ -71,11 +71,13 @@ def _train_tokenizer(kind: str) -> str:
         vocab_size=len(special) + 400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    start = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
     return tokenizer.to_str()
 
 
 def make_tokenizer(chat_template: str | None = None, kind: str = "bytes", eos_token: str | None = "</s>"):
-    """Return a small fast tokenizer: byte-level BPE like Llama 3's, or "metaspace" like Llama 2's."""
+    """Return a small fast tokenizer that puts <s> first: byte-level BPE as of Llama 3, or "metaspace" as of Llama 2."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_train_tokenizer(kind)),
         bos_token="<s>",

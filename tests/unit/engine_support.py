@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lorashard.dist import ShardGroup
 from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, State, Unit, Visit, Weight, plan_layout
@@ -115,7 +116,11 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, layers, head: all frozen but the layers' low-rank pairs."""
+    """Embedding, layers, head: all frozen but the layers' low-rank pairs.
+
+    `order` says which layers run, None being each once; `is_apart` puts an operation between them, so that one's
+    output is not the next one's input; `is_checkpointed` recomputes each in backward.
+    """
 
     def __init__(self, num_layers: int, width: int = 8, is_tied: bool = False) -> None:
         super().__init__()
@@ -124,11 +129,16 @@ class Stack(nn.Module):
         self.head = nn.Linear(width, 11, bias=False).requires_grad_(False)
         if is_tied:
             self.head.weight = self.embedding.weight
+        self.order: Sequence[int] | None = None
+        self.is_apart = False
+        self.is_checkpointed = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
+        for i in self.order if self.order is not None else range(len(self.layers)):
+            layer = self.layers[i]
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
+            hidden = hidden * 1.25 if self.is_apart else hidden
         return self.head(hidden)
 
 

@@ -213,7 +213,7 @@ def test_truncated_rows_are_counted(tmp_path: Path) -> None:
     """Catches a loss of tokens that nobody is told of."""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "x " * 100}, {"text": "y"}])
     report = prepare(DataOptions(dataset=path, max_length=40), make_tokenizer(), tmp_path / "cache").report
-    assert (report.num_truncated, report.longest_tokens, report.num_tokens) == (1, 40, 42)
+    assert (report.num_truncated, report.longest_tokens, report.num_tokens) == (1, 40, 43)
 
 
 def test_prompts_that_drift_are_counted(tmp_path: Path) -> None:

@@ -96,8 +96,9 @@ def test_prompt_completion_messages_equal_trl(tmp_path: Path, template: str) -> 
 
 
 def test_assistant_turns_of_completions_equal_trl(tmp_path: Path) -> None:
-    """Catches the completion mask and the assistant mask being joined with `or` instead of `and`."""
-    assert_same(CHAT_PAIRS, CHAT_PAIRS, make_tokenizer(CHATML_MARKED), tmp_path, assistant_only_loss=True)
+    """Catches the prompt's assistant turns, or what the user says in a completion, being learnt."""
+    pairs = [{"prompt": CHATS[0][:split], "completion": CHATS[0][split:]} for split in (2, 4)]
+    assert_same(pairs, pairs, make_tokenizer(CHATML_MARKED), tmp_path, assistant_only_loss=True)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])

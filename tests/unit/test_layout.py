@@ -54,7 +54,7 @@ def test_tensors_are_aligned_and_do_not_overlap(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_pieces_cover_every_byte_once(seed):
-    """A byte that no rank's shard holds would be gathered as rubbish; one in two places would be read twice from disk."""
+    """A byte that no rank's shard holds would be gathered as rubbish; one in two places would be read twice."""
     layout = draw_layout(seed)
     seen = {field.name: torch.zeros(field.num_bytes, dtype=torch.int64) for field in layout.fields}
     for rank in range(layout.num_shards):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from engine_support import CPU, StandInGroup, build_rig, build_unit, make_tokens
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from lorashard.engine.slots import Slot, SlotPool, plan_slots
 from lorashard.engine.streams import SideStream
@@ -145,11 +144,19 @@ def test_a_tensor_is_found_in_its_slot():
         assert pool.find(tensor) is None
 
 
+class Wrapper(torch.Tensor):
+    """Stands for tensors that are made of others, and have no storage of their own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
 @pytest.mark.xfail(strict=True, reason="find asks a tensor subclass without a storage of its own for its address")
 def test_a_tensor_subclass_without_storage_is_in_no_slot():
     """Nested tensors, DTensors and quantised tensors must pass through the saved-tensor hooks as without sharding."""
-    pool = SlotPool({"layer": (1, 1024)}, CPU)
-    assert pool.find(TwoTensor(torch.ones(3), torch.ones(3))) is None
+    tensor = torch.Tensor._make_wrapper_subclass(Wrapper, (3,))
+    assert SlotPool({"layer": (1, 1024)}, CPU).find(tensor) is None
 
 
 def test_a_pool_counts_its_bytes():

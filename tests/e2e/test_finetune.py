@@ -1,0 +1,197 @@
+"""`lorashard finetune` as a person runs it: real processes, real files, the run folder they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny import build_base
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
+MODULE = ["-m", "lorashard"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A folder with a tiny model, its tokenizer, and rows of questions and answers."""
+    folder = tmp_path_factory.mktemp("task")
+    rows = [{"question": f"what is {a} and {b}", "answer": f"it is {a + b}"} for a in range(12) for b in range(10)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::20]))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    bpe.train_from_iterator((str(row) for row in rows), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder / "model")
+    build_base("llama-tied", vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(folder / "model")
+    return folder
+
+
+def make_options(task: Path, out: str, **options) -> list[str]:
+    values = {
+        "model": task / "model",
+        "dataset": task / "rows.jsonl",
+        "output_dir": task / out,
+        "dtype": "float32",
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "lora_dropout": 0.0,
+        "save_strategy": "no",
+    }
+    return [word for key, value in (values | options).items() for word in (f"--{key}", str(value))]
+
+
+def run(command: list[str], task: Path, **environment: str) -> subprocess.CompletedProcess:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+
+
+def train(task: Path, out: str, **options) -> list[float]:
+    """Run the command line and return the losses of its steps."""
+    result = run([*LORASHARD, "finetune", *make_options(task, out, **options)], task)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return read_losses(task / out)
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(task) -> Path:
+    train(task, "two_ranks", cpu=2, eval_dataset=task / "eval.jsonl", eval_strategy="steps", eval_steps=3)
+    return task / "two_ranks"
+
+
+def test_a_run_leaves_what_it_promises(task, two_ranks):
+    """The UI and the scripts read these files; an empty or a wrapped adapter is what peers' users find in theirs."""
+    losses = read_losses(two_ranks)
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    metrics = read_lines(two_ranks / "metrics.jsonl")
+    assert all({"step", "learning_rate", "grad_norm", "tokens_per_s"} <= m.keys() for m in metrics if "loss" in m)
+    assert [m["step"] for m in metrics if "eval_loss" in m] == [3, 6]
+    status = json.loads((two_ranks / "status.json").read_text())
+    assert (status["phase"], status["step"], status["world_size"], status["error"]) == ("done", STEPS, 2, None)
+    for rank in (0, 1):
+        line = read_lines(two_ranks / "ranks" / f"rank_{rank}.jsonl")[-1]
+        assert line["bytes_at_rest"] < line["base_bytes"] * 0.55 and line["gathers"] > 0
+    assert "the logits equal the trained ones" in (two_ranks / "logs" / "rank_0.log").read_text()
+    assert (two_ranks / "config.yaml").exists() and (two_ranks / "tokenizer.json").exists()
+    assert "torch" in json.loads((two_ranks / "versions.json").read_text())
+    assert not list(two_ranks.rglob("model*.safetensors")), "the base was written"
+    adapter = load_file(two_ranks / "adapter_model.safetensors")
+    assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_the_adapter_loads_in_plain_peft(task, two_ranks):
+    """Where the whole model fits: plain PEFT finds every tensor, and the adapter changes what the model says."""
+    base = AutoModelForCausalLM.from_pretrained(task / "model")
+    model = PeftModel.from_pretrained(base, two_ranks)
+    saved = load_file(two_ranks / "adapter_model.safetensors")
+    loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
+    ids = torch.tensor([[5, 6, 7]])
+    adapted = model(input_ids=ids).logits
+    with model.disable_adapter():
+        assert not torch.allclose(model(input_ids=ids).logits, adapted)
+
+
+def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks):
+    """Ranks that train alone, or on the same rows, look healthy and give other losses."""
+    expected = read_losses(two_ranks)
+    options = make_options(task, "torchrun", cpu=2)
+    result = run([*TORCHRUN, *MODULE, "finetune", *options], task, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    assert read_losses(task / "torchrun") == expected
+    options = make_options(task, "accelerate")
+    result = run([*ACCELERATE, *MODULE, "finetune", *options], task, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    assert read_losses(task / "accelerate") == expected
+    assert json.loads((task / "accelerate" / "status.json").read_text())["world_size"] == 2
+
+
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(task, two_ranks):
+    """The loss is a mean over the supervised tokens of all ranks: 1 x 4, 2 x 2 and 4 x 1 microbatches are one step.
+
+    The sums are made in another order, so the curves agree to 1e-4, not bit for bit.
+    """
+    rows = {1: 4, 2: 2, 4: 1}
+    curves = [
+        train(task, f"ranks{n}", cpu=n, per_device_train_batch_size=1, gradient_accumulation_steps=rows[n])
+        for n in (1, 2, 4)
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_replicate_gives_the_same_bits(task, two_ranks):
+    """The placement changes speed and memory, never a bit of the result."""
+    train(task, "replicate", cpu=2, placement="replicate")
+    sharded, replicated = (load_file(task / out / "adapter_model.safetensors") for out in ("two_ranks", "replicate"))
+    assert all(torch.equal(sharded[name], replicated[name]) for name in sharded)
+
+
+def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
+    """Resume that starts from zero, or with other rows or another learning rate, is what peers' users were burnt by."""
+    options = dict(cpu=2, lora_dropout=0.1, save_strategy="steps", save_steps=2)
+    whole = train(task, "whole", **options)
+    (task / "cut").mkdir()
+    checkpoint = task / "whole" / "checkpoint-4"
+    resumed = train(task, "cut", **options, resume_from_checkpoint=checkpoint)
+    assert resumed == whole[4:]
+    expected, found = (load_file(task / out / "adapter_model.safetensors") for out in ("whole", "cut"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert not any("base_layer" in name or "embed" in name for name in load_file(next(checkpoint.glob("*.safetensors"))))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lora_rr": "8"}, "lora_r"),
+        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"resume_from_checkpoint": "nowhere"}, "nowhere"),
+        ({"gpus": 2}, "--cpu"),
+        ({"output_dir": "HERE/two_ranks"}, "holds another run"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one case is about machines without GPUs")
+def test_a_mistake_is_one_line_and_exit_code_2(task, two_ranks, options, message):
+    """A traceback from three libraries deep tells a person nothing."""
+    options = {key: str(value).replace("HERE", str(task)) for key, value in options.items()}
+    ranks = {} if "gpus" in options else {"cpu": 2}
+    result = run([*LORASHARD, "finetune", *make_options(task, "mistake", **ranks | options)], task)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and message in lines[0] and lines[0].startswith("lorashard: ")
+
+
+def test_an_adapter_that_learnt_nothing_is_an_error(task):
+    """A learning rate of zero leaves lora_B at zero: the files are right and worthless."""
+    options = make_options(task, "dead", cpu=2, learning_rate=0.0, max_steps=2)
+    result = run([*LORASHARD, "finetune", *options], task)
+    assert result.returncode == 2 and "has learnt nothing" in result.stderr
+    assert json.loads((task / "dead" / "status.json").read_text())["phase"] == "failed"
