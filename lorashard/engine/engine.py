@@ -102,6 +102,7 @@ class Engine:
         self._stream = SideStream(device)
         sharded = [unit for unit in self.units if not unit.home.is_whole]
         self.pool = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
+        self._order_slots()
         self._positions = {unit: [i for i, visit in enumerate(visits) if visit.unit is unit] for unit in self.units}
         self._position = 0
         self._direction = Direction.FORWARD
@@ -306,8 +307,15 @@ class Engine:
         for unit in self.units:
             unit.abandon(self._stream)
         self.pool.replace_held()
+        self._order_slots()
         self._unsharded_bytes = 0
         self._graph_task = -1
+
+    def _order_slots(self) -> None:
+        # The side stream must not overtake what used the slots' memory before they were allocated, nor the filling of
+        # the shards.
+        for slot in self.pool:
+            slot.readers_done = self._stream.mark()
 
     def _check_ranks_agree(self, check: int) -> None:
         if self._group.size == 1:

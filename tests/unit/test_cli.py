@@ -170,7 +170,7 @@ def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["status.json", "adapter_model.safetensors", "checkpoint-10"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "adapter_model.safetensors", "checkpoint-10"])
 def test_a_folder_with_another_run_is_refused(tmp_path: Path, name: str) -> None:
     """Catches a run that is written over, and a resume or an overwrite that is not let through."""
     (tmp_path / name).mkdir()
