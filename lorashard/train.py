@@ -174,8 +174,8 @@ def _find_checkpoint(config: RunConfig) -> str | None:
     found = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
     if found is None:
         raise ConfigError(
-            f"resume_from_checkpoint: expected a checkpoint in {config.output_dir}, found none; leave the option out to "
-            "start anew"
+            f"resume_from_checkpoint: expected a checkpoint in {config.output_dir}, found none; leave the option out "
+            "to start anew"
         )
     return found
 

@@ -81,7 +81,7 @@ def check_loads(rank: int, cases: list) -> dict:
 
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_a_loaded_model_equals_plain_transformers_and_peft(tmp_path, world_size):
-    """A range read from the wrong place, a wrong dtype, a rotary buffer or an adapter drawn from other random numbers."""
+    """A range read from the wrong place, a wrong dtype or rotary buffer, an adapter drawn from other random numbers."""
     bf16, fp32 = torch.bfloat16, torch.float32
     folders = {family: save_base(tmp_path / family, family) for family in ("llama", "llama-tied", "qwen3")}
     cases = [(folders["llama"], {"dtype": bf16}), (folders["llama"], {"dtype": fp32})]

@@ -72,7 +72,18 @@ class MallInfo2(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
@@ -106,7 +117,7 @@ def check_activations(rank: int) -> dict:
 
 
 def test_activation_checkpointing_saves_what_it_saves_without_sharding():
-    """Handle hooks in the wrong place switch activation checkpointing off in silence: right gradients, all the memory."""
+    """Handle hooks in the wrong place switch activation checkpointing off in silence, with the right gradients."""
     for kept in run_ranks(check_activations, 2):
         for checkpointing in CHECKPOINTING:
             assert kept[checkpointing, True] == pytest.approx(kept[checkpointing, False], rel=0.05), checkpointing

@@ -175,7 +175,7 @@ def check_offloading(rank: int) -> list[str]:
 
 
 def test_ranks_with_slices_equal_one_process_accumulating():
-    """DDP over the adapter: a slice on each rank gives what one process gives for all (the order of the sum differs)."""
+    """DDP over the adapter: a slice on each rank gives what one process gives for all; the order of the sum differs."""
     for worst in run_ranks(check_slices, 2):
         assert worst < 1e-5
 

@@ -57,7 +57,7 @@ def check_collectives(rank: int) -> list:
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     found = []
-    for step in range(3):
+    for _ in range(3):
         before = lorashard.stats(model).num_gathers
         with CountCollectives() as mode:
             with parallel.no_sync():

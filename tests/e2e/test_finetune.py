@@ -19,7 +19,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 MODULE = ["-m", "lorashard"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.accelerate_cli",
+    "launch",
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+]
 STEPS = 6
 
 
@@ -164,7 +172,9 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
     expected, found = (load_file(task / out / "adapter_model.safetensors") for out in ("whole", "cut"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
-    assert not any("base_layer" in name or "embed" in name for name in load_file(next(checkpoint.glob("*.safetensors"))))
+    assert not any(
+        "base_layer" in name or "embed" in name for name in load_file(next(checkpoint.glob("*.safetensors")))
+    )
 
 
 @pytest.mark.parametrize(

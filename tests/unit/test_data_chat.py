@@ -117,8 +117,10 @@ def test_opened_thought_does_not_move_the_turn(tmp_path: Path) -> None:
     "template",
     [
         FORGETFUL,
-        # Likewise, with the thought at the end.
-        CHATML.replace("message.content +", "message.content + ('a thought' if loop.last else '') +"),
+        # Likewise, with something at the end.
+        CHATML.replace(
+            "message.content +", "message.content + ('!' if loop.last and message.role != 'user' else '') +"
+        ),
         # The generation prompt is not what the assistant's turn is written with.
         CHATML.replace("'<|im_start|>assistant\\n' }}{%- endif %}", "'<|assistant|>' }}{%- endif %}"),
     ],
