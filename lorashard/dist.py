@@ -110,6 +110,8 @@ class ShardGroup:
         """
         self.num_gathers += 1
         self.gathered_bytes += whole.numel()
+        if dist.get_backend(self.gather_group) == "gloo":
+            return _start_broadcasts(whole.view(self.size, -1), shard, self.rank, self.gather_group)
         # torch 2.13 renamed the operation and deprecates the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(whole, shard, group=self.gather_group, async_op=True)
@@ -127,3 +129,24 @@ class ShardGroup:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.control_group)
         return [one.tolist() for one in everyone]
+
+
+@dataclass(frozen=True)
+class _Works:
+    """Several collectives that are waited for as one."""
+
+    works: tuple[Work, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _start_broadcasts(rows: torch.Tensor, shard: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> Work:
+    """Gather by one broadcast from each rank: gloo's own all-gather goes through buffers that it allocates each time.
+
+    Args:
+        rows: uint8, [ranks, shard].
+    """
+    rows[rank].copy_(shard)
+    return _Works(tuple(dist.broadcast(row, group=group, group_src=k, async_op=True) for k, row in enumerate(rows)))

@@ -165,10 +165,17 @@ class Rig:
         return {unit.name for unit in self.engine.units if unit.state is state}
 
 
-def build_rig(num_layers: int = 5, size: int = 2, prefetch: int = 1, is_tied: bool = False, seed: int = 0) -> Rig:
-    """Shard a seeded Stack over a stand-in group of `size` ranks."""
+def build_rig(
+    num_layers: int = 5,
+    size: int = 2,
+    prefetch: int = 1,
+    is_tied: bool = False,
+    seed: int = 0,
+    stack: type[Stack] = Stack,
+) -> Rig:
+    """Shard a seeded `stack` over a stand-in group of `size` ranks."""
     torch.manual_seed(seed)
-    plain = Stack(num_layers, is_tied=is_tied)
+    plain = stack(num_layers, is_tied=is_tied)
     model = copy.deepcopy(plain)
     group = StandInGroup(size)
     layers = [

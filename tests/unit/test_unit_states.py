@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import random
@@ -11,6 +12,7 @@ import torch
 from engine_support import (
     CPU,
     Rig,
+    Stack,
     StandInGroup,
     build_rig,
     build_unit,
@@ -123,6 +125,40 @@ def test_a_slot_in_flight_is_waited_for_before_it_is_given_back():
         assert life.unit.state is State.SHARDED and life.slots[0].owner is None and life.is_hidden
 
 
+class WatchedStream(SideStream):
+    """Hands out numbers for events, and remembers behind which one each gather was put."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.num_marks = 0
+        self.waited_for: list = []
+
+    def mark(self):
+        self.num_marks += 1
+        return self.num_marks
+
+    @contextlib.contextmanager
+    def after(self, event):
+        self.waited_for.append(event)
+        yield
+
+
+def test_a_gather_waits_for_the_last_reader_of_its_slot():
+    """On a GPU the host is far ahead: a gather that overtakes the last reader overwrites what it computes with."""
+    first, second, stream = Life(), Life(), WatchedStream()
+    slot = first.slots[0]
+    for number_of_readers, unit in enumerate((first.unit, second.unit, first.unit)):
+        unit.unshard(slot, stream)
+        assert stream.waited_for[-1] == (number_of_readers or None)
+        unit.wait(stream)
+        unit.reshard(stream)
+        unit.evict(stream)
+    first.unit.unshard(slot, stream)
+    first.unit.abandon(stream)
+    second.unit.unshard(slot, stream)
+    assert stream.waited_for[-2:] == [3, 4]
+
+
 @pytest.mark.parametrize("state", State)
 def test_a_unit_can_be_abandoned_in_any_state(state):
     """After an exception the unit may be anywhere, and somebody's traceback may still view its slot."""
@@ -195,6 +231,37 @@ def test_each_unit_is_whole_in_its_own_forward(prefetch):
         rig.model(make_tokens())
     order = [*(f"layers.{i}" for i in range(6)), "head"]
     assert seen == [({order[i]}, set(order[i + 1 : i + 1 + prefetch])) for i in range(6)]
+
+
+def test_the_head_is_held_to_the_end_of_the_forward():
+    """Fused losses read `lm_head.weight` after the head's own modules; held any longer it would keep its slot."""
+    rig = build_rig(num_layers=2)
+    seen = []
+    rig.model.register_forward_hook(lambda *args: seen.append(rig.in_state(State.UNSHARDED)))
+    with torch.no_grad():
+        rig.model(make_tokens())
+    loss = rig.model(make_tokens()).sum()
+    assert seen == [{"head"}] * 2 and rig.in_state(State.UNSHARDED) == set()
+    loss.backward()
+    assert rig.in_state(State.UNSHARDED) == set()
+
+
+class Detached(Stack):
+    """Every layer learns alone: no gradient goes from one to the one before it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        outputs = [self.embedding(tokens)]
+        for layer in self.layers:
+            outputs.append(layer(outputs[-1].detach()))
+        return self.head(torch.stack(outputs).sum(dim=0))
+
+
+def test_units_whose_inputs_get_no_gradient_are_released():
+    """Nothing tells that their backward is over: held until the end, they would run out of slots."""
+    for prefetch in (0, 1):
+        rig = build_rig(num_layers=6, prefetch=prefetch, stack=Detached)
+        assert compare(rig, train) == []
+        assert compare(rig, train) == []
 
 
 def test_a_unit_asked_for_twice_is_gathered_once():
@@ -276,17 +343,16 @@ def test_the_counts_are_those_of_the_group():
 
 
 def test_equal_histories_have_equal_hashes():
-    """Ranks compare these: a hash that hung on the process would stop a run that is right, one that
-    forgot the order would let one go on that is wrong."""
-    first, second, other = (build_rig(num_layers=6) for _ in range(3))
-    for rig in (first, second):
+    """A hash that hung on the process would stop a run that is right; one without the order lets a wrong one go on."""
+    first, second, other = (build_rig(num_layers=6, prefetch=0) for _ in range(3))
+    other.model.order = (5, 4, 3, 2, 1, 0)
+    for rig in (first, second, other):
+        with torch.no_grad():
+            rig.model(make_tokens())
         train(rig.model)
-        train(rig.model)
-    with torch.no_grad():
-        other.model(make_tokens())
-        other.model(make_tokens())
     assert first.group.compared == second.group.compared
-    assert [row[0] for row in first.group.compared] == [1, 1] and [row[0] for row in other.group.compared] == [0, 0]
+    for rig in (first, other):
+        assert [(kind, num_gathers) for kind, num_gathers, _ in rig.group.compared] == [(0, 0), (1, 8)]
     assert first.group.compared[1][2] != other.group.compared[1][2]
 
 
