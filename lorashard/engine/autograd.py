@@ -69,7 +69,8 @@ def saved_handles(pool: SlotPool, restore: Callable[[Handle], torch.Tensor]) -> 
             return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         if outer is not None:
             return _Outer(outer[0](tensor))
-        return _Kept(tensor, tensor._version)
+        # Detached: a node that kept its own output would be a cycle that nothing collects.
+        return _Kept(tensor.detach(), tensor._version)
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):

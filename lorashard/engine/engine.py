@@ -272,7 +272,8 @@ class Engine:
             with saved_handles(self.pool, self._restore):
                 yield
             return
-        if any(unit.state is State.UNSHARDED and unit.slot is not None for unit in self.units):
+        is_left_whole = any(unit.state is State.UNSHARDED and unit.slot is not None for unit in self.units)
+        if is_left_whole or self._graph_task != -1:
             self._recover()  # the last backward was cut short by an exception
         is_training = torch.is_grad_enabled()
         self._check_ranks_agree(int(is_training))

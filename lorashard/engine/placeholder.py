@@ -46,6 +46,14 @@ class Placeholder(torch.Tensor):
                 return first.twin()
             if func is torch.ops.aten._to_copy.default and first._stays(kwargs or {}):
                 return first.twin()
+        written = [
+            args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for value in torch.utils._pytree.tree_leaves(written):
+            if isinstance(value, Placeholder):
+                raise _refusal(value, f"written by {func}")
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs or {}))
         read_args, read_kwargs = torch.utils._pytree.tree_unflatten([_read(leaf, func) for leaf in leaves], spec)
         return func(*read_args, **read_kwargs)
@@ -85,6 +93,15 @@ class Placeholder(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return _read(self, "untyped_storage").untyped_storage()
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return _read(self, "__dlpack__").__dlpack__(*args, **kwargs)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise _refusal(self, "written by __setitem__")
+
+    def apply_(self, function: Any) -> torch.Tensor:
+        raise _refusal(self, "written by apply_")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "pickled")
 
@@ -95,8 +112,7 @@ class Placeholder(torch.Tensor):
 def _read(value: Any, func: object) -> Any:
     if not isinstance(value, Placeholder):
         return value
-    schema = getattr(func, "_schema", None)
-    if value.reader is None or (schema is not None and schema.is_mutable):
+    if value.reader is None:
         raise _refusal(value, f"used by {func}")
     return value.reader()
 

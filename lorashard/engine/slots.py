@@ -33,6 +33,7 @@ class Slot:
         self.readers_done: torch.cuda.Event | None = None
         self._allocate()
 
+    @torch.inference_mode(False)  # a tensor made in that mode could never be saved for a backward
     def _allocate(self) -> None:
         self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
         self.wire = torch.from_dlpack(self.buffer)
@@ -49,11 +50,14 @@ class Slot:
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = self.buffer[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return self._as_type(dtype).as_strided(shape, stride, offset)
+
+    @torch.inference_mode(False)
+    def _as_type(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._typed:
+            self._typed[dtype] = self.buffer[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
             self._quiet_count += 1
-        return typed.as_strided(shape, stride, offset)
+        return self._typed[dtype]
 
     def is_held(self) -> bool:
         """Tell whether a tensor outside of the engine still views this slot."""
@@ -111,7 +115,8 @@ class SlotPool:
 
     def find(self, tensor: torch.Tensor) -> Slot | None:
         """Return the slot that `tensor` lives in, or None."""
-        if not torch._C._has_storage(tensor):
+        # A sparse tensor has no storage, and a subclass need not have one of its own.
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not torch._C._has_storage(tensor):
             return None
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 

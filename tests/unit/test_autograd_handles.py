@@ -235,7 +235,6 @@ def test_double_backward_is_refused_where_they_do_not():
     assert compare(rig, train) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a node that saves its own output holds itself, through C++ where gc cannot see")
 def test_a_graph_that_is_dropped_is_freed():
     """A forward without its backward (a bad batch, a loss only looked at) would keep its activations for ever."""
     rig = build_rig(num_layers=3)
