@@ -98,7 +98,7 @@ def count_live_bytes() -> int:
 
 def measure_kept_bytes(model) -> int:
     """Return the bytes that a forward keeps for its backward."""
-    batch = make_batch(rows=4, tokens=64)
+    batch = make_batch(rows=8, tokens=128)
     for _ in range(2):  # what is made once is made here
         model(**batch).loss.backward()
     before = count_live_bytes()
