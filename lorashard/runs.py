@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Run:
             if rank == 0:
                 for name in ("metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"):
                     (folder / name).unlink(missing_ok=True)
+                for checkpoint in folder.glob("checkpoint-*"):  # a later resume must not find another run's
+                    shutil.rmtree(checkpoint)
 
     def describe(self, config_yaml: str) -> None:
         """Record what was asked and what runs it."""

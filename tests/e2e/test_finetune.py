@@ -90,7 +90,8 @@ def read_losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def two_ranks(task) -> Path:
-    train(task, "two_ranks", cpu=2, eval_dataset=task / "eval.jsonl", eval_strategy="steps", eval_steps=3)
+    evaluation = dict(eval_dataset=task / "eval.jsonl", eval_strategy="steps", eval_steps=3)
+    train(task, "two_ranks", cpu=2, report_to="tensorboard", **evaluation)
     return task / "two_ranks"
 
 
@@ -109,6 +110,7 @@ def test_a_run_leaves_what_it_promises(task, two_ranks):
     assert "the logits equal the trained ones" in (two_ranks / "logs" / "rank_0.log").read_text()
     assert (two_ranks / "config.yaml").exists() and (two_ranks / "tokenizer.json").exists()
     assert "torch" in json.loads((two_ranks / "versions.json").read_text())
+    assert list(two_ranks.rglob("events.out.tfevents*")), "the tracker wrote nothing"
     assert not list(two_ranks.rglob("model*.safetensors")), "the base was written"
     adapter = load_file(two_ranks / "adapter_model.safetensors")
     assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)

@@ -106,7 +106,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 
 def test_only_dist_names_collectives() -> None:
-    """Catches a second file that talks to torch.distributed; launch.py and failures.py may name its elastic launcher, no more."""
+    """Catches a second file that talks to torch.distributed; two may name the elastic launcher, no more."""
     found = {}
     for path in [*(ROOT / "lorashard").rglob("*.py"), *(ROOT / "ui").rglob("*.py")]:
         file = path.relative_to(ROOT).as_posix()
