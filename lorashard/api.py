@@ -11,7 +11,7 @@ from peft import PeftConfig, PeftModel
 from . import dist
 from .engine import Engine, Stats
 from .errors import ConfigError
-from .model.adapters import base_test
+from .model.adapters import base_test, find_adapter_parameters
 from .model.loading import load_sharded
 from .model.sharding import ENGINE_ATTRIBUTE, fill_from_memory, shard_structure
 from .model.units import find_structure
@@ -90,6 +90,8 @@ def shard(
     """
     device = device or dist.choose_device()
     check_placement(placement)
+    if any(ENGINE_ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise ConfigError(f"this {type(model).__name__} is sharded already: call lorashard.shard once")
     join_launch()
     structure = find_structure(model, base_test(model))
     shard_structure(model, structure, fill_from_memory, make_group(placement), device, prefetch)
@@ -97,7 +99,8 @@ def shard(
 
 
 def _share_adapter(model: PeftModel) -> PeftModel:
-    dist.broadcast_(parameter.data for parameter in model.parameters() if parameter.requires_grad)
+    adapter = find_adapter_parameters(model)
+    dist.broadcast_(parameter.data for parameter in model.parameters() if parameter in adapter)
     return model
 
 

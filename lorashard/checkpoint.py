@@ -48,8 +48,9 @@ def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> st
             raise CheckpointError(
                 f"{folder}: expected the trained value of '{name}', found another or none; save again"
             )
-    if model.active_peft_config.modules_to_save:
-        return f"{len(saved)} tensors equal the trained ones (modules_to_save: logits not compared)"
+    reason = _find_reads_of_base(model)
+    if reason:
+        return f"{len(saved)} tensors equal the trained ones (logits not compared: {reason} reads the sharded base)"
     difference = _compare_logits(model, folder, input_ids)
     if not difference <= 1e-3:
         raise CheckpointError(
@@ -59,8 +60,17 @@ def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> st
     return f"{len(saved)} tensors and the logits equal the trained ones (relative difference {difference:.1g})"
 
 
+def _find_reads_of_base(model: PeftModel) -> str | None:
+    """Return the option for which PEFT reads the base to make a second adapter, or None."""
+    config = model.active_peft_config
+    options = ("modules_to_save", "use_dora", "trainable_token_indices")
+    return next((name for name in options if getattr(config, name, None)), None)
+
+
 def _check_keys(saved: dict[str, torch.Tensor], folder: Path) -> None:
     for name in saved:
+        if not saved[name].isfinite().all():
+            raise CheckpointError(f"{folder}: '{name}' holds NaN or infinity: the training has diverged")
         if not name.startswith("base_model.model.") or any(part in name for part in _WRAPPER_PARTS):
             raise CheckpointError(f"{folder}: expected keys that begin with 'base_model.model.', found '{name}'")
     lora_b = {name: tensor for name, tensor in saved.items() if "lora_B" in name or "lora_embedding_B" in name}

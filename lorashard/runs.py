@@ -35,30 +35,34 @@ class Run:
     Ranks: local; nothing here is a collective.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, is_resumed: bool) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self.folder = folder
         self._rank = rank
         self._world_size = world_size
         self._status: dict[str, Any] = {}
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        if not is_resumed:
-            (folder / "ranks" / f"rank_{rank}.jsonl").unlink(missing_ok=True)
-            if rank == 0:
-                for name in ("metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"):
-                    (folder / name).unlink(missing_ok=True)
-                for checkpoint in folder.glob("checkpoint-*"):  # a later resume must not find another run's
-                    shutil.rmtree(checkpoint)
 
-    def describe(self, config_yaml: str) -> None:
-        """Record what was asked and what runs it."""
-        if self._rank == 0:
-            _replace(self.folder / "config.yaml", config_yaml)
-            versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-            versions |= {"lorashard": __version__, "python": platform.python_version()}
-            _replace(self.folder / "versions.json", json.dumps(versions, indent=2))
+    def begin(self, config_yaml: str, is_resumed: bool) -> None:
+        """Record what was asked and what runs it; remove what another run left, unless this one goes on with it.
+
+        Called when nothing can be wrong with options, data and model any more: a mistake must not cost the old run.
+        """
+        if not is_resumed:
+            (self.folder / "ranks" / f"rank_{self._rank}.jsonl").unlink(missing_ok=True)
+        if self._rank != 0:
+            return
+        if not is_resumed:
+            for name in ("metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"):
+                (self.folder / name).unlink(missing_ok=True)
+            for checkpoint in self.folder.glob("checkpoint-*/"):  # a later resume must not find another run's
+                shutil.rmtree(checkpoint)
+        _replace(self.folder / "config.yaml", config_yaml)
+        versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+        versions |= {"lorashard": __version__, "python": platform.python_version()}
+        _replace(self.folder / "versions.json", json.dumps(versions, indent=2))
 
     def set_status(self, phase: str, **facts: Any) -> None:
-        """Say where the run stands: tokenise, load, train, evaluate, save, done or failed."""
+        """Say where the run stands: tokenise, load, train, save, done or failed."""
         if self._rank == 0:
             self._status |= {"phase": phase, "pid": os.getpid(), "world_size": self._world_size, "time": time.time()}
             self._status |= facts

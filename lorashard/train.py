@@ -37,8 +37,7 @@ def finetune(config: RunConfig) -> None:
     env = dist.read_launcher_env()
     rank, world_size = (env.rank, env.world_size) if env else (0, 1)
     checkpoint = _find_checkpoint(config)
-    run = Run(Path(config.output_dir), rank, world_size, is_resumed=checkpoint is not None)
-    run.describe(config.to_yaml())
+    run = Run(Path(config.output_dir), rank, world_size)
     run.set_status("tokenise", error=None)
     try:
         _finetune(config, run, rank, checkpoint)
@@ -80,7 +79,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
     trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)
-    run.set_status("train", step=trainer.state.global_step)
+    run.begin(config.to_yaml(), is_resumed=_lies_in(checkpoint, config.output_dir))
     trainer.train(resume_from_checkpoint=checkpoint)
     run.set_status("save", step=trainer.state.global_step)
     if rank == 0:
@@ -178,6 +177,10 @@ def _find_checkpoint(config: RunConfig) -> str | None:
             "to start anew"
         )
     return found
+
+
+def _lies_in(checkpoint: str | None, output_dir: str) -> bool:
+    return checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
 
 
 def _take_tokens(rows: datasets.Dataset, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..dist import ShardGroup
 from ..errors import ShardError
@@ -108,6 +109,7 @@ class Engine:
         self._direction = Direction.FORWARD
         self._depth = 0
         self._graph_task = -1
+        self._leaf_hooks: list[RemovableHandle] = []
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
         self._hash = 0
@@ -165,7 +167,9 @@ class Engine:
                 entry = entry if entry is not None else first_differentiable(kwargs)
                 unit.has_backward_below = entry is not None
                 if entry is not None:
-                    entry.register_hook(lambda grad: self._leave_backward(unit))
+                    handle = entry.register_hook(lambda grad: self._leave_backward(unit))
+                    if entry.is_leaf:  # it may outlive the step, and collect a hook in each
+                        self._leaf_hooks.append(handle)
 
         return hook
 
@@ -219,6 +223,9 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._graph_task = -1
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
         self._reshard_all()
 
     def _reshard_all(self) -> None:

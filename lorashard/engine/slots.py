@@ -50,7 +50,9 @@ class Slot:
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
-        return self._as_type(dtype).as_strided(shape, stride, offset)
+        # `.data` gives each view a version of its own: an in-place operation on one weight's view would else look to
+        # autograd like one on every weight of the slot.
+        return self._as_type(dtype).as_strided(shape, stride, offset).data
 
     @torch.inference_mode(False)
     def _as_type(self, dtype: torch.dtype) -> torch.Tensor:

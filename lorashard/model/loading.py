@@ -104,7 +104,7 @@ def load_sharded(
             allow_unexpected=_UNUSED_HEADS.get(task_type, ()),
         )
         _put_placeholders(skeleton, weights, device)
-        model = get_peft_model(skeleton, lora)
+        model = get_peft_model(skeleton, lora, revision=revision)
         structure = find_structure(model, base_test(model))
         shard_structure(
             model, structure, _reader(weights), make_group(), device, prefetch, lambda unit: _around(weights, unit)

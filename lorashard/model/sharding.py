@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
+from peft import PeftModel
 from torch import nn
 
 from ..dist import ShardGroup
@@ -53,6 +55,9 @@ def shard_structure(
     trainable = [p for p in model.parameters() if p.requires_grad]
     engine = Engine(visits, structure.roots, trainable, group, device, prefetch)
     setattr(model, ENGINE_ATTRIBUTE, engine)
+    if isinstance(model, PeftModel):
+        # PEFT's default also writes an embedding that an adapter targets; a frozen one is in the base's own files.
+        model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
     # accelerate and Trainer may wrap the model in DDP: it must neither broadcast nor look at the base.
     model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
     return engine

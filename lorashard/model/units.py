@@ -15,7 +15,7 @@ EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 
 @dataclass
 class FoundWeight:
-    """A frozen tensor of the base, by its name in the model without adapters, and every place that reads it."""
+    """A frozen tensor of the base, by the name it has where it comes from, and every place that reads it."""
 
     name: str
     parameter: nn.Parameter

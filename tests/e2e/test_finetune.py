@@ -207,3 +207,13 @@ def test_an_adapter_that_learnt_nothing_is_an_error(task):
     result = run([*LORASHARD, "finetune", *options], task)
     assert result.returncode == 2 and "has learnt nothing" in result.stderr
     assert json.loads((task / "dead" / "status.json").read_text())["phase"] == "failed"
+
+
+def test_a_mistake_costs_the_run_that_was_to_be_overwritten_nothing(task):
+    """Clearing the folder before the new run is known to be able to start loses the old adapter for a typing error."""
+    train(task, "kept", cpu=1, max_steps=2, use_dora=True)
+    (task / "broken.jsonl").write_text('{"question": "what')
+    options = make_options(task, "kept", cpu=1, dataset=task / "broken.jsonl")
+    result = run([*LORASHARD, "finetune", *options, "--overwrite_output_dir"], task)
+    assert result.returncode == 2 and "broken.jsonl" in result.stderr
+    assert (task / "kept" / "adapter_model.safetensors").exists() and len(read_losses(task / "kept")) == 2
