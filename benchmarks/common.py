@@ -1,0 +1,159 @@
+"""What the benchmarks share: starting ranks, reading memory, describing the machine, writing records."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "deepspeed", "lorashard")
+
+
+class Sampler:
+    """Samples this process's memory in a thread and keeps the maximum of each field of /proc/self/status.
+
+    RssAnon is what the process itself allocated. Resident memory as a whole also counts mapped files, such as
+    checkpoints and the libraries of torch, which the ranks of a machine share.
+    """
+
+    FIELDS = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
+
+    def __init__(self, interval_s: float = 0.002) -> None:
+        self.peak_bytes = dict.fromkeys(self.FIELDS, 0)
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            for name, num_bytes in read_memory().items():
+                self.peak_bytes[name] = max(self.peak_bytes[name], num_bytes)
+            if self._stop.wait(self._interval_s):
+                return
+
+
+def read_memory() -> dict[str, int]:
+    """Return this process's resident bytes by kind, and the largest that their sum ever was (VmHWM)."""
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file if line.startswith(Sampler.FIELDS))
+    return {name: int(lines[name].split()[0]) * 1024 for name in Sampler.FIELDS}
+
+
+def return_free_memory() -> None:
+    """Make the C library give back what was freed, so that a model that was built and sharded is not counted."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def launch(script: Path, job: dict[str, Any], world_size: int, device: str, timeout_s: float = 900) -> list[Any]:
+    """Run `script --job FILE` on `world_size` fresh ranks and return what each handed to `report`.
+
+    torchrun starts them, and ends all of them when one fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(count_threads(world_size)), "PYTHONWARNINGS": "ignore"}
+        if device == "cpu":
+            environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run([*command, str(script), "--job", str(path)], env=environment, timeout=timeout_s, check=True)
+        return [json.loads((Path(folder) / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def count_threads(world_size: int) -> int:
+    """Return the cores that each of `world_size` ranks on this machine has to itself."""
+    return max(1, (os.cpu_count() or 1) // world_size)
+
+
+def report(job_path: str, value: Any) -> None:
+    """Hand `value` of this rank to `launch`."""
+    (Path(job_path).parent / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(value))
+
+
+def summarise(values: Iterable[float]) -> dict[str, float]:
+    """Return the median and the extremes."""
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
+
+
+def largest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return, for each key, the largest value over the ranks."""
+    return {key: max(one[key] for one in found) for key in found[0]}
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return what a record says of where it was made: commit, versions, hardware."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _git("rev-parse", "HEAD"),
+        "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
+        "hardware": {
+            "cpu": _read_field("/proc/cpuinfo", "model name"),
+            "cores": os.cpu_count(),
+            "memory_bytes": int(_read_field("/proc/meminfo", "MemTotal").split()[0]) * 1024,
+            "gpus": _list_gpus(),
+        },
+    }
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read_field(path: str, name: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(name):
+            return line.split(":", 1)[1].strip()
+    return "unknown 0"
+
+
+def _list_gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write `record` where the README's tables are generated from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a markdown table whose first column is text and whose other columns are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def in_mib(num_bytes: float) -> str:
+    """Return `num_bytes` as text, in MiB."""
+    return f"{num_bytes / 2**20:,.0f}"

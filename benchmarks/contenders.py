@@ -1,0 +1,233 @@
+"""The same model, LoRA and optimizer under each way of spreading a run over ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Batch = dict[str, torch.Tensor]
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The Llama and the batch that are measured; bf16 throughout, base and adapters."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    lora_r: int
+    batch_size: int
+    sequence_tokens: int
+
+
+def build_base(size: ModelSize) -> LlamaForCausalLM:
+    """Return the seeded base, whole, in bf16, on the host: the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.hidden_size // HEAD_DIM,
+        num_key_value_heads=size.hidden_size // HEAD_DIM,
+        max_position_embeddings=size.sequence_tokens,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def add_lora(base: LlamaForCausalLM, size: ModelSize, activation_checkpointing: bool) -> PeftModel:
+    """Put LoRA on every linear of `base`: bf16, seeded, and with an lora_B that is not zero.
+
+    With lora_B at zero every gradient of lora_A would be zero, and comparing them would prove nothing.
+    """
+    lora = LoraConfig(r=size.lora_r, lora_alpha=2 * size.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable_parameters(model):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def make_batches(size: ModelSize, count: int, rank: int, device: torch.device) -> list[Batch]:
+    """Return `count` batches of random tokens, other ones on each rank."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    shape = (size.batch_size, size.sequence_tokens)
+    batches = [torch.randint(size.vocab_size, shape, generator=generator).to(device) for _ in range(count)]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in batches]
+
+
+class Contender:
+    """One way of running the model. The constructor takes a PeftModel that is whole and its own."""
+
+    name = ""
+    title = ""
+
+    def __init__(self, model: PeftModel, size: ModelSize, device: torch.device) -> None:
+        self.model = self.wrap(model, device)
+        self.optimizer = torch.optim.AdamW(trainable_parameters(self.model), lr=1e-4)
+
+    def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
+        raise NotImplementedError
+
+    def backward(self, batch: Batch) -> float:
+        """Run forward and backward and return the loss; gradients are averaged over the ranks."""
+        loss = self.model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, batch: Batch) -> float:
+        loss = self.backward(batch)
+        self.update()
+        return loss
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return copies of the adapter's whole gradients, in one order for all contenders. Collective."""
+        return [parameter.grad.clone() for parameter in trainable_parameters(self.model)]
+
+
+class Ddp(Contender):
+    """The base whole on every rank; only the adapter's gradients are communicated."""
+
+    name, title = "ddp", "PEFT + DDP"
+
+    def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
+        return _wrap_in_ddp(model, device)
+
+
+class Fsdp2(Contender):
+    """`fully_shard` on each decoder layer and on the root, which holds the embedding, the final norm and the head.
+
+    Layers are resharded after their forward; the root is not, which is FSDP2's default and spares it a gather.
+    """
+
+    name, title = "fsdp2", "PEFT + FSDP2"
+
+    def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(model)
+        return model
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = [parameter.grad for parameter in trainable_parameters(self.model)]
+        return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
+
+
+class Zero3(Contender):
+    """DeepSpeed ZeRO-3 with the sizes that transformers fills in for "auto"; its optimizer works on fp32 copies."""
+
+    name, title = "zero3", "PEFT + DeepSpeed ZeRO-3"
+
+    def __init__(self, model: PeftModel, size: ModelSize, device: torch.device) -> None:
+        import deepspeed
+
+        optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-4)
+        self.model, self.optimizer, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(size)
+        )
+
+    def backward(self, batch: Batch) -> float:
+        loss = self.model(**batch).loss
+        self.model.backward(loss)
+        return loss.item()
+
+    def update(self) -> None:
+        self.model.step()
+
+    def gradients(self) -> list[torch.Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        return [safe_get_full_grad(parameter).clone() for parameter in trainable_parameters(self.model)]
+
+
+def deepspeed_config(size: ModelSize) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: what transformers writes for "auto", communication overlapped."""
+    return {
+        "train_micro_batch_size_per_gpu": size.batch_size,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": size.hidden_size**2,
+            "stage3_prefetch_bucket_size": int(0.9 * size.hidden_size**2),
+            "stage3_param_persistence_threshold": 10 * size.hidden_size,
+        },
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+class Lorashard(Contender):
+    """The base sharded by lorashard, the adapter under DDP, as Trainer would wrap it."""
+
+    name, title = "lorashard", "lorashard"
+
+    def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
+        import lorashard
+
+        self.peft_model = lorashard.shard(model, placement="shard", device=device)
+        return _wrap_in_ddp(self.peft_model, device)
+
+
+def _wrap_in_ddp(model: PeftModel, device: torch.device) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+CONTENDERS: dict[str, type[Contender]] = {kind.name: kind for kind in (Ddp, Fsdp2, Zero3, Lorashard)}
+
+
+def build_contenders(
+    names: list[str], size: ModelSize, activation_checkpointing: bool, device: torch.device
+) -> dict[str, Contender]:
+    """Build the contenders `names` side by side, each with a copy of one base."""
+    base = build_base(size)
+    built = {}
+    for index, name in enumerate(names):
+        own = base if index == len(names) - 1 else copy.deepcopy(base)
+        model = add_lora(own, size, activation_checkpointing).to(device)
+        built[name] = CONTENDERS[name](model, size, device)
+    return built
+
+
+def start_ranks(device_type: str) -> torch.device:
+    """Start the default process group from torchrun's environment and return this rank's device."""
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
