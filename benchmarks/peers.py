@@ -51,7 +51,7 @@ from contenders import (
 
 WARMUP_STEPS = 2
 MEMORY_STEPS = 2
-# How far a peer's gradients may be from DDP's, in norm: FSDP2's were equal, DeepSpeed's 1.5 % off after 12 layers (bf16;
+# How far a peer's gradients may be from DDP's, in norm: FSDP2's were equal, ZeRO-3's 1.5 % off after 12 layers (bf16;
 # the difference begins in the last layer and grows with depth; a sum in another order would do that, but the cause was
 # not traced). On CUDA lorashard needs it too: flash attention's backward is not deterministic. On a CPU its gradients
 # must equal DDP's.

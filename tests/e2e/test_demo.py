@@ -1,0 +1,39 @@
+"""The demo and the benchmark, as `make demo` and `make bench` run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(ROOT / script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_learns_its_task():
+    """The first thing that a person runs; it ends with an error below 90 % of the held-out requests."""
+    result = run("examples/demo/run.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for part in ("Exact match on held-out requests", "What each rank held", "lorashard finetune --model meta-llama"):
+        assert part in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_benchmark_runs(tmp_path):
+    """A benchmark that broke since its record was made cannot be repeated. It compares gradients before it times."""
+    sizes = ["--layers", "2", "--hidden", "128", "--intermediate", "256", "--vocab", "500", "--sequence", "32"]
+    result = run("benchmarks/peers.py", *sizes, "--steps", "2", "--out", str(tmp_path / "record.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads((tmp_path / "record.json").read_text())["benchmark"] == "peers"
+    assert "| lorashard |" in result.stdout
