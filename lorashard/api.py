@@ -53,14 +53,13 @@ def load(
     Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
     Memory: never more than one unit beyond this rank's shards and slots.
     """
-    device = device or dist.choose_device()
     check_placement(placement)
-    join_launch()
+    own_device = join_launch()
     model = load_sharded(
         str(model_name_or_path),
         lora,
         lambda: make_group(placement),
-        device,
+        device or own_device,
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -88,11 +87,11 @@ def shard(
     Ranks: collective over all ranks.
     Memory: the model as it is at first; the whole weights are freed a unit at a time.
     """
-    device = device or dist.choose_device()
     check_placement(placement)
     if any(ENGINE_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigError(f"this {type(model).__name__} is sharded already: call lorashard.shard once")
-    join_launch()
+    own_device = join_launch()
+    device = device or own_device
     structure = find_structure(model, base_test(model))
     shard_structure(model, structure, fill_from_memory, make_group(placement), device, prefetch)
     return _share_adapter(model.to(device))
@@ -124,27 +123,33 @@ def engine_of(model: torch.nn.Module) -> Engine:
     )
 
 
-def join_launch() -> None:
+def join_launch() -> torch.device:
     """Take this process's place among the ranks of its launch, if a launcher started it; accelerate does the work.
+
+    Returns the device that accelerate, and so Trainer, computes on: the GPU of the local rank, or the CPU.
 
     On a machine without GPUs accelerate sees a single process unless it is told: two ranks would train alone, and both
     would look healthy.
 
     Raises:
-        ConfigError: the launcher's world size and accelerate's differ.
+        ConfigError: the launcher's world size and accelerate's differ, or the device is neither a CUDA GPU nor the CPU.
 
     Ranks: collective over all ranks of the launch.
     """
     env = dist.read_launcher_env()
-    if env is None or env.world_size == 1:
-        return
-    seen = PartialState(cpu=dist.is_cpu_requested()).num_processes
-    if seen != env.world_size:
+    state = PartialState(cpu=dist.is_cpu_requested())
+    if env is not None and env.world_size != state.num_processes:
         raise ConfigError(
-            f"the launcher started {env.world_size} ranks but accelerate sees {seen}, so the ranks would train alone: "
+            f"the launcher started {env.world_size} ranks but accelerate sees {state.num_processes}, so the ranks "
+            "would train alone: "
             "for ranks on the CPU set ACCELERATE_USE_CPU=true, or make Accelerator(cpu=True) or the trainer's "
             "arguments with use_cpu=True before lorashard.load"
         )
+    if state.device.type not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
+        )
+    return state.device
 
 
 def check_placement(placement: str) -> None:

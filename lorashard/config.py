@@ -222,6 +222,14 @@ class RunConfig(DataOptions):
         return self
 
     @property
+    def resumes_in_place(self) -> bool:
+        """Whether the run goes on with the run in its own folder, rather than anew or from another's checkpoint."""
+        checkpoint = self.resume_from_checkpoint
+        if isinstance(checkpoint, str):
+            return Path(checkpoint).resolve().parent == Path(self.output_dir).resolve()
+        return bool(checkpoint)
+
+    @property
     def trainer_options(self) -> dict[str, Any]:
         """Arguments for the installed `SFTConfig`: what was given, lorashard's defaults, and what follows from them.
 

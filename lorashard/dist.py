@@ -42,14 +42,6 @@ def is_cpu_requested() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
-def choose_device() -> torch.device:
-    """Return this rank's device: the GPU of its local rank; the CPU where accelerate was told so or no GPU is there."""
-    if is_cpu_requested() or not torch.cuda.is_available():
-        return torch.device("cpu")
-    env = read_launcher_env()
-    return torch.device("cuda", env.local_rank if env else torch.cuda.current_device())
-
-
 def is_initialized() -> bool:
     """Tell whether a default process group exists."""
     return dist.is_available() and dist.is_initialized()

@@ -43,11 +43,12 @@ def record_failure(error: BaseException, is_user_error: bool) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended, for the user; `log` is that of the rank to blame."""
+    """Why a run ended early, for the user; `log` is that of the rank to blame; `is_stop` if a person stopped it."""
 
     exit_code: int
     message: str
     log: Path | None = None
+    is_stop: bool = False
 
 
 def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> Failure:
@@ -100,4 +101,4 @@ def _read_last_line(log: Path) -> str:
 
 def explain_signal(number: signal.Signals) -> Failure:
     """Say that a signal to the launcher ended the run."""
-    return Failure(128 + number, f"stopped by {number.name}, all ranks have ended")
+    return Failure(128 + number, f"stopped by {number.name}, all ranks have ended", is_stop=True)

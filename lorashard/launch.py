@@ -36,7 +36,7 @@ from .devices import (
     find_launcher,
 )
 from .errors import ConfigError
-from .failures import explain_failures, explain_signal
+from .failures import Failure, explain_failures, explain_signal
 from .rank import find_log
 
 GRACE_S = 15
@@ -73,7 +73,13 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
     if choice.note:
         print(f"lorashard: {choice.note}", file=sys.stderr)
     command = [sys.executable, *_python_flags(), "-m", "lorashard", *arguments]
-    return run_ranks(command, choice.num_ranks, prepare_logs_dir(config))
+    failure = run_ranks(command, choice.num_ranks, prepare_logs_dir(config))
+    if failure is None:
+        return 0
+    from .runs import record_end
+
+    record_end(Path(config.output_dir), "stopped" if failure.is_stop else "failed", failure.message)
+    return failure.exit_code
 
 
 def _train_here(config: RunConfig, launcher: Launcher) -> None:
@@ -99,7 +105,7 @@ def check_output_dir(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir {folder} is a file: expected a folder, or a name that is free")
-    if config.overwrite_output_dir or config.resume_from_checkpoint or not folder.is_dir():
+    if config.overwrite_output_dir or config.resumes_in_place or not folder.is_dir():
         return
     found = [name for name in _RUN_FILES if (folder / name).exists()]
     found += sorted(path.name for path in folder.glob("checkpoint-*"))
@@ -121,7 +127,7 @@ def prepare_logs_dir(config: RunConfig) -> Path:
         logs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir {config.output_dir} cannot be made: {error.strerror}") from error
-    if not config.resume_from_checkpoint:
+    if not config.resumes_in_place:
         for log in logs_dir.glob("rank_*.log"):
             log.unlink()
     return logs_dir
@@ -158,7 +164,7 @@ def _python_flags() -> list[str]:
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
 
 
-def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: int = GRACE_S) -> int:
+def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: int = GRACE_S) -> Failure | None:
     """Run a command in each of several ranks, with torchrun's environment, until all are done or one fails.
 
     Each rank writes to `logs_dir/rank_K.log`; rank 0's log is copied to stdout as it grows. SIGINT and SIGTERM are
@@ -172,7 +178,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: i
         grace_s: How long a rank may take to end after a signal before it is killed.
 
     Returns:
-        The exit code, as `finetune` does. Why ranks failed is said on stderr, and in the failed rank's log.
+        None, or what ended the ranks early, which has been said on stderr and in the failed rank's log.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -202,7 +208,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: i
             with _ended_children(), _quiet_logging():
                 # Elastic fills in `$` templates in arguments; `$$` is a plain one.
                 elastic_launch(config, sys.executable)(*[word.replace("$", "$$") for word in words])
-            return 0
+            return None
         except ChildFailedError as error:
             failure = explain_failures(error.failures, logs_dir)
         except SignalException as error:
@@ -213,7 +219,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: i
         with failure.log.open("a", encoding="utf-8") as file:
             file.write(f"lorashard: {failure.message}\n")
     print(f"lorashard: {failure.message}", file=sys.stderr)
-    return failure.exit_code
+    return failure
 
 
 class _LogMirror(threading.Thread):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -62,11 +63,11 @@ class Run:
         _replace(self.folder / "versions.json", json.dumps(versions, indent=2))
 
     def set_status(self, phase: str, **facts: Any) -> None:
-        """Say where the run stands: tokenise, load, train, save, done or failed."""
+        """Say where the run stands: tokenise, load, train, save, done, failed or stopped."""
         if self._rank == 0:
             self._status |= {"phase": phase, "pid": os.getpid(), "world_size": self._world_size, "time": time.time()}
             self._status |= facts
-            _replace(self.folder / "status.json", json.dumps(self._status))
+            _replace(self.folder / "status.json", _to_json(self._status))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
@@ -76,6 +77,13 @@ class Run:
     def add_rank_line(self, line: dict[str, Any]) -> None:
         """Append a line to this rank's own file."""
         _append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", line)
+
+
+def record_end(folder: Path, phase: str, reason: str) -> None:
+    """Say in status.json that the run is over, on behalf of ranks that are not there to do so."""
+    path = folder / "status.json"
+    if path.exists():  # else it ended before its first rank came to say anything
+        _replace(path, _to_json(json.loads(path.read_text()) | {"phase": phase, "error": reason, "time": time.time()}))
 
 
 def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
@@ -108,4 +116,9 @@ def _replace(path: Path, text: str) -> None:
 
 def _append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(_to_json(line) + "\n")
+
+
+def _to_json(facts: dict[str, Any]) -> str:
+    """Return facts as JSON, which has no NaN: they become the words that `float` reads."""
+    return json.dumps({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()})

@@ -57,7 +57,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     prepared = prepare(DataOptions(**config.data_options()), tokenizer)
     _say(rank, f"dataset: {prepared.report.summary()}")
     run.set_status("load")
-    arguments = build_arguments(config)
+    arguments = build_arguments(config, dist.is_cpu_requested())
     set_seed(arguments.seed)
     begin_s = time.perf_counter()
     model = api.load(
@@ -79,7 +79,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
     trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)
-    run.begin(config.to_yaml(), is_resumed=_lies_in(checkpoint, config.output_dir))
+    run.begin(config.to_yaml(), is_resumed=config.resumes_in_place)
     trainer.train(resume_from_checkpoint=checkpoint)
     run.set_status("save", step=trainer.state.global_step)
     if rank == 0:
@@ -92,7 +92,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     trainer.accelerator.end_training()
 
 
-def build_arguments(config: RunConfig) -> SFTConfig:
+def build_arguments(config: RunConfig, use_cpu: bool) -> SFTConfig:
     """Return the trainer's arguments: the user's, and what lorashard's way of preparing and sharding decides.
 
     Making them also makes accelerate's state, and with it the process group.
@@ -102,7 +102,7 @@ def build_arguments(config: RunConfig) -> SFTConfig:
     """
     decided: dict[str, Any] = {
         "output_dir": config.output_dir,
-        "use_cpu": dist.is_cpu_requested(),
+        "use_cpu": use_cpu,
         "packing": config.packing,
         "packing_strategy": config.packing_strategy,
         "eval_packing": config.eval_packing,
@@ -112,7 +112,7 @@ def build_arguments(config: RunConfig) -> SFTConfig:
     }
     try:
         return SFTConfig(**config.trainer_options | decided)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         raise ConfigError(f"TRL's SFTConfig refuses the options: {' '.join(str(error).split())}") from error
 
 
@@ -145,10 +145,27 @@ class _RunCallback(TrainerCallback):
         self._engine = api.engine_of(model)
         self._base_bytes = base_bytes
         self._last: tuple[float, float] | None = None
+        self._step_end_s = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last = (time.perf_counter(), 0.0)
         self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._step_end_s = time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._leave_out_pause()
+
+    def on_save(self, args, state, control, **kwargs):
+        self._leave_out_pause()
+
+    def _leave_out_pause(self) -> None:
+        now_s = time.perf_counter()
+        if self._last is not None:
+            last_s, num_tokens = self._last
+            self._last = (last_s + now_s - self._step_end_s, num_tokens)
+        self._step_end_s = now_s
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         now_s = time.perf_counter()
@@ -177,10 +194,6 @@ def _find_checkpoint(config: RunConfig) -> str | None:
             "to start anew"
         )
     return found
-
-
-def _lies_in(checkpoint: str | None, output_dir: str) -> bool:
-    return checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
 
 
 def _take_tokens(rows: datasets.Dataset, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from .data.options import DataOptions
 from .data.prepare import prepare
 from .data.tokenizer import load_tokenizer
 from .devices import check_device, choose_ranks, find_gpus
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError
 from .launch import check_output_dir
 from .model.checkpoint import Checkpoint, resolve_folder
 
@@ -45,12 +45,9 @@ def validate(config: RunConfig) -> Iterator[str]:
 
 
 def _check_trainer_options(config: RunConfig, device_type: str) -> None:
-    from trl import SFTConfig
+    from .train import build_arguments
 
-    try:
-        SFTConfig(output_dir=config.output_dir, use_cpu=device_type == "cpu", **config.trainer_options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        raise ConfigError(f"TRL's SFTConfig refuses the options: {' '.join(str(error).split())}") from error
+    build_arguments(config, use_cpu=device_type == "cpu")
 
 
 def _describe_model(config: RunConfig) -> str:

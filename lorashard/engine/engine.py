@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,31 @@ class Engine:
             wait_s=self._stream.waited_s(),
         )
 
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """While the body runs, reading a base weight outside of a pass gathers its unit and gives a copy.
+
+        Ranks: every rank must read the same weights in the same order.
+        Memory: a copy of each weight that is read, for as long as the reader keeps it.
+        """
+        units = [unit for unit in self.units if not unit.home.is_whole]
+        for unit in units:
+            for index, weight in enumerate(unit.weights):
+                weight.placeholder.reader = functools.partial(self._copy_weight, unit, index)
+        try:
+            yield
+        finally:
+            for unit in units:
+                for weight in unit.weights:
+                    weight.placeholder.reader = None
+
+    def _copy_weight(self, unit: Unit, index: int) -> torch.Tensor:
+        self._make_whole(unit)
+        weight = unit.weights[index]
+        copy = weight.owners[0].module._parameters[weight.owners[0].attribute].detach().clone()  # type: ignore
+        unit.reshard(self._stream)
+        return copy
+
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def _install_hooks(self, roots: Sequence[nn.Module]) -> None:
@@ -198,6 +224,8 @@ class Engine:
         """Make `unit` whole because its backward, or its recomputation, begins."""
         if self._graph_task != torch._C._current_graph_task_id():
             self._graph_task = torch._C._current_graph_task_id()
+            if self._depth == 0:
+                self._reshard_all()  # what a backward that an exception cut short has left whole
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if unit.state is State.UNSHARDED:
             return

@@ -149,7 +149,12 @@ def _find_weights(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> 
             if parameter is None or not is_base(parameter):
                 continue
             if parameter not in found:
-                name = parameter.full_name if isinstance(parameter, Placeholder) else f"{path}.{attribute}"
+                name = parameter.full_name if isinstance(parameter, Placeholder) else _base_name(path, attribute)
                 found[parameter] = FoundWeight(name, parameter)
             found[parameter].owners.append(Owner(module, attribute))
     return list(found.values())
+
+
+def _base_name(path: str, attribute: str) -> str:
+    """Return a weight's name in the base model, without what PEFT's wrappers add."""
+    return f"{path.removeprefix('base_model.model.')}.{attribute}".replace(".base_layer.", ".")

@@ -80,6 +80,15 @@ def test_files_in_the_documents_exist():
         assert (ROOT / target).exists(), target
 
 
+@pytest.mark.parametrize("record", sorted((ROOT / "benchmarks/records").glob("*.json")), ids=lambda path: path.name)
+def test_the_tables_are_those_of_the_records(record):
+    """A figure in prose that no record holds is a claim."""
+    script = ROOT / "benchmarks" / f"{record.name.partition('-')[0]}.py"
+    command = [sys.executable, str(script), "--table", str(record)]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert any(table in document.read_text() for document in DOCUMENTS)
+
+
 @pytest.mark.parametrize("document, snippet", list_blocks("python"))
 def test_a_snippet_in_the_documents_runs(document, snippet, tmp_path):
     """The script that a person copies trains, with a tiny model in the real one's place."""

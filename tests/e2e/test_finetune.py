@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -199,6 +202,37 @@ def test_a_mistake_is_one_line_and_exit_code_2(task, two_ranks, options, message
     assert result.returncode == 2
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and message in lines[0] and lines[0].startswith("lorashard: ")
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_modules_to_save": "lm_head", "model": "HERE/untied"}])
+def test_an_adapter_that_is_made_from_base_weights_is_read_back(task, options):
+    """PEFT reads the base to make such an adapter, which is sharded by then: the check must not leave it out."""
+    build_base("llama", vocab_size=300, eos_token_id=2).save_pretrained(task / "untied")
+    for file in (task / "model").glob("tokenizer*"):
+        shutil.copy(file, task / "untied")
+    options = {key: str(value).replace("HERE", str(task)) for key, value in options.items()}
+    result = run(
+        [*LORASHARD, "finetune", *make_options(task, next(iter(options)), cpu=2, max_steps=2, **options)], task
+    )
+    assert result.returncode == 0 and "and the logits equal the trained ones" in result.stdout, result.stdout
+
+
+def test_a_killed_rank_leaves_word_in_the_run_folder(task):
+    """A rank that the kernel kills writes nothing; status.json would say `train` for ever."""
+    command = [*LORASHARD, "finetune", *make_options(task, "killed", cpu=2, max_steps=100_000)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        begin_s = time.monotonic()
+        while not (task / "killed" / "metrics.jsonl").exists():
+            assert time.monotonic() - begin_s < 100 and process.poll() is None
+            time.sleep(0.2)
+        os.kill(json.loads((task / "killed" / "status.json").read_text())["pid"], signal.SIGKILL)
+        stderr = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    status = json.loads((task / "killed" / "status.json").read_text())
+    assert process.returncode == 1 and "rank 0 was killed by SIGKILL" in stderr
+    assert status["phase"] == "failed" and "rank 0 was killed by SIGKILL" in status["error"]
 
 
 def test_an_adapter_that_learnt_nothing_is_an_error(task):

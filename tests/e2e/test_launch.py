@@ -57,7 +57,8 @@ def launch_ranks(folder: Path, behaviour: str) -> None:
         os.environ.pop(name, None)
     os.environ |= {"PYTHONPATH": str(Path(lorashard.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(folder / "rank.py"), str(folder), behaviour, "$$HOME"]
-    sys.exit(run_ranks(command, 2, folder, grace_s=1))
+    failure = run_ranks(command, 2, folder, grace_s=1)
+    sys.exit(failure.exit_code if failure else 0)
 
 
 class Launch:

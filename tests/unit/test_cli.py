@@ -179,6 +179,9 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path, name: str) -> None
         check_output_dir(RunConfig(**options))
     check_output_dir(RunConfig(**options, overwrite_output_dir=True))
     check_output_dir(RunConfig(**options, resume_from_checkpoint=True))
+    check_output_dir(RunConfig(**options, resume_from_checkpoint=str(tmp_path / "checkpoint-10")))
+    with pytest.raises(ConfigError, match=f"holds another run .{name}"):
+        check_output_dir(RunConfig(**options, resume_from_checkpoint="elsewhere/checkpoint-10"))
 
 
 def test_a_folder_without_a_run_is_taken(tmp_path: Path) -> None:

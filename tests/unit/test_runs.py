@@ -1,0 +1,72 @@
+"""The run folder's files, and what the trainer's callback writes there."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from tiny import build_base
+
+import lorashard
+from lorashard import api
+from lorashard.errors import ConfigError
+from lorashard.runs import Run, record_end
+from lorashard.train import _RunCallback
+
+
+def read_last(path: Path) -> dict:
+    return json.loads(path.read_text().splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_a_number_that_is_none_leaves_valid_json(tmp_path):
+    """Python's own writer puts a bare NaN, which browsers and other readers refuse: the whole file would be lost."""
+    Run(tmp_path, 0, 1).add_metrics({"grad_norm": float("nan"), "loss": float("inf"), "step": 1})
+    line = read_last(tmp_path / "metrics.jsonl")
+    assert line == {"grad_norm": "nan", "loss": "inf", "step": 1}
+    assert float(line["loss"]) == float("inf")
+
+
+def test_an_end_keeps_what_the_run_said_before(tmp_path):
+    """Who looks at a dead run wants to know at which step it died."""
+    record_end(tmp_path / "never_begun", "failed", "boom")
+    assert not (tmp_path / "never_begun").exists()
+    Run(tmp_path, 0, 2).set_status("train", step=7)
+    record_end(tmp_path, "failed", "boom")
+    status = read_last(tmp_path / "status.json")
+    assert (status["phase"], status["error"], status["step"], status["world_size"]) == ("failed", "boom", 7, 2)
+
+
+def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch):
+    """With the pause in, the speed seems to drop after each evaluation."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    model = lorashard.shard(get_peft_model(build_base(), LoraConfig(target_modules=["q_proj"])))
+    callback = _RunCallback(Run(tmp_path, 0, 1), model, 1)
+    state = SimpleNamespace(global_step=0, max_steps=2)
+
+    def advance(seconds, event, **kwargs):
+        now_s[0] += seconds
+        getattr(callback, f"on_{event}")(None, state, None, **kwargs)
+
+    advance(0, "train_begin")
+    advance(10, "step_end")
+    advance(0, "log", logs={"loss": 1.0, "num_tokens": 100})
+    advance(50, "evaluate")
+    advance(30, "save")
+    advance(10, "step_end")
+    advance(0, "log", logs={"loss": 1.0, "num_tokens": 200})
+    speeds = [json.loads(line)["tokens_per_s"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert speeds == [10.0, 10.0]
+
+
+def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
+    """Accelerate chooses Apple's GPU by itself, and Trainer would move the model there."""
+    monkeypatch.setattr(
+        api, "PartialState", lambda cpu: SimpleNamespace(num_processes=1, device=SimpleNamespace(type="mps"))
+    )
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU"):
+        api.join_launch()
