@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import logging
+from typing import Any
 
 import torch
 from accelerate.state import PartialState
 from peft import PeftConfig, PeftModel
 
 from . import dist
-from .engine import Engine, Stats
+from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
 from .model.adapters import base_test, find_adapter_parameters
+from .model.homes import ShardedHomes, choose_resident
 from .model.loading import load_sharded
-from .model.sharding import ENGINE_ATTRIBUTE, fill_from_memory, shard_structure
+from .model.sharding import ENGINE_ATTRIBUTE, shard_structure
+from .model.sources import MemorySource
 from .model.units import find_structure
+from .placement import PlacementOptions, ResolvedPlacement, explain_placement, read_placement, resolve_placement
 
-Placement = Literal["shard", "replicate"]
+_logger = logging.getLogger(__name__)
 
 
 def load(
     model_name_or_path: str,
     lora: PeftConfig,
-    placement: Placement = "shard",
+    placement: str = "auto",
     *,
     dtype: torch.dtype = torch.bfloat16,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
-    prefetch: int = 1,
     device: torch.device | None = None,
+    **placement_options: Any,
 ) -> PeftModel:
     """Load a checkpoint with its frozen base sharded and a new adapter on top.
 
@@ -39,61 +43,70 @@ def load(
     Args:
         model_name_or_path: a local folder or a hub id, with safetensors files.
         lora: what PEFT puts on top. The auto class follows its `task_type`: causal LM, or sequence classification.
-        placement: `shard` keeps 1/W of the base on each of W ranks; `replicate` keeps all of it on each.
+        placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`.
         dtype: the base's, which is also what it computes in.
         revision: branch, tag or commit of a hub model.
-        prefetch: how many units ahead to gather.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+        **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
+            `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
-        ConfigError: an unknown placement or task, an adapter that rewrites the base, or ranks that accelerate does
-            not see.
+        ConfigError: a placement that cannot be, an unknown task, an adapter that rewrites the base, or ranks that
+            accelerate does not see.
 
     Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
     Memory: never more than one unit beyond this rank's shards and slots.
     """
-    check_placement(placement)
+    options = read_placement(placement=placement, **placement_options)
     own_device = join_launch()
     model = load_sharded(
         str(model_name_or_path),
         lora,
-        lambda: make_group(placement),
+        _resolve(options),
         device or own_device,
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
-        prefetch=prefetch,
     )
     return _share_adapter(model)
 
 
 def shard(
-    model: PeftModel, placement: Placement = "shard", prefetch: int = 1, device: torch.device | None = None
+    model: PeftModel, placement: str = "auto", *, device: torch.device | None = None, **placement_options: Any
 ) -> PeftModel:
     """Shard the frozen base of a PeftModel that is already in memory, in place, and return it.
 
     Args:
         model: every rank holds the same base; adapters may differ and are overwritten by rank 0's.
-        placement: `shard` keeps 1/W of the base on each of W ranks; `replicate` keeps all of it on each.
-        prefetch: how many units ahead to gather.
+        placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host` or `auto`.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+        **placement_options: as for `load`.
 
     Raises:
-        ConfigError: an unknown placement, or ranks that accelerate does not see.
+        ConfigError: a placement that cannot be (`file` needs files: see `load`), or ranks that accelerate does not see.
         CheckpointError: the model's structure is not recognised.
 
     Ranks: collective over all ranks.
     Memory: the model as it is at first; the whole weights are freed a unit at a time.
     """
-    check_placement(placement)
+    options = read_placement(placement=placement, **placement_options)
+    if options.placement == "file":
+        raise ConfigError(
+            "placement: 'file' reads the base from its checkpoint, but this model is in memory: use lorashard.load, or "
+            "another placement"
+        )
     if any(ENGINE_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigError(f"this {type(model).__name__} is sharded already: call lorashard.shard once")
     own_device = join_launch()
     device = device or own_device
+    resolved = _resolve(options)
     structure = find_structure(model, base_test(model))
-    shard_structure(model, structure, fill_from_memory, make_group(placement), device, prefetch)
+    group = dist.ShardGroup.of_size(resolved.group_size)
+    resident = choose_resident(structure, resolved.resident_layers)
+    make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
+    shard_structure(model, structure, make_home, group, device, resolved.prefetch)
     return _share_adapter(model.to(device))
 
 
@@ -149,18 +162,13 @@ def join_launch() -> torch.device:
         raise ConfigError(
             f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
         )
-    return state.device
+    return torch.device("cpu") if state.device.type == "cpu" else state.device  # it may say cpu:0
 
 
-def check_placement(placement: str) -> None:
-    """Raise ConfigError for a placement that is none."""
-    if placement not in get_args(Placement):
-        raise ConfigError(f"placement: expected one of {', '.join(get_args(Placement))}, found '{placement}'")
-
-
-def make_group(placement: Placement) -> dist.ShardGroup:
-    """Return the ranks that `placement` shards a unit over.
-
-    Ranks: collective over all ranks.
-    """
-    return dist.ShardGroup.over_all_ranks() if placement == "shard" else dist.ShardGroup()
+def _resolve(options: PlacementOptions) -> ResolvedPlacement:
+    env = dist.read_launcher_env()
+    explanation = explain_placement(options)
+    if explanation and dist.get_rank() == 0:
+        _logger.warning(explanation)
+    world_size = dist.get_world_size()
+    return resolve_placement(options, world_size, env.local_world_size if env else world_size)

@@ -30,7 +30,8 @@ _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", 
 
 _HELP_GROUPS = {
     "The run": ("model_name_or_path", "dataset", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
-    "Ranks and the sharded base": ("gpus", "cpu", "placement", "prefetch", "activation_checkpointing"),
+    "Ranks": ("gpus", "cpu"),
+    "Where the base rests": (),  # all of PlacementOptions
     "Model": ("model_revision", "trust_remote_code", "dtype", "attn_implementation", "chat_template_path", "eos_token"),
     "LoRA": (
         "lora_r",
@@ -202,9 +203,13 @@ def _build_options_help() -> str:
     from .config import REFUSED_OPTIONS, RunConfig, read_known_options
     from .data.options import DataOptions
     from .options import read_trainer_options
+    from .placement import PlacementOptions
 
     num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
-    groups = dict(_HELP_GROUPS, Data=tuple(name for name in DataOptions.model_fields if name != "dataset"))
+    groups = _HELP_GROUPS | {
+        "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
+        "Data": tuple(name for name in DataOptions.model_fields if name != "dataset"),
+    }
     known = read_known_options()
     lines = []
     for title, names in groups.items():

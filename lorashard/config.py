@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from .data.options import DataOptions
 from .errors import ConfigError
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
+from .placement import PlacementOptions, explain_invalid
 
 # Where lorashard's defaults are not TRL's: what works for LoRA.
 TRAINER_DEFAULTS = {"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "logging_steps": 10, "report_to": "none"}
@@ -76,7 +77,6 @@ REFUSED_OPTIONS = {
 # What to say of names that other tools have and lorashard has not.
 HINTS = {
     "warmup_ratio": "give the ratio as warmup_steps, a number below 1",
-    "sharding_strategy": "choose with placement: shard or replicate",
     "datasets": "give one dataset: a file, a folder or a hub id",
     "template": "give chat_template_path, or nothing for the model's own template",
     "flash_attn": "give attn_implementation: flash_attention_2",
@@ -93,7 +93,7 @@ PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
-class RunConfig(DataOptions):
+class RunConfig(DataOptions, PlacementOptions):
     """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's `SFTConfig`.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
@@ -115,10 +115,6 @@ class RunConfig(DataOptions):
     """How many of the visible GPUs, or which: `4`, or `0,2`, or `2,` for the third alone. Not given: all."""
     cpu: int | None = Field(default=None, ge=1)
     """Train on the CPU with this many ranks."""
-    placement: Literal["shard", "replicate"] = "shard"
-    """Where the base rests: `shard` keeps 1/N of it on each of N ranks, `replicate` keeps it whole on each."""
-    prefetch: int = Field(default=1, ge=0)
-    """How many layers ahead to gather."""
 
     model_revision: str | None = None
     """The commit, branch or tag of the model on the hub."""
@@ -185,7 +181,7 @@ class RunConfig(DataOptions):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from error
+            raise ConfigError(explain_invalid(error)) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -249,6 +245,10 @@ class RunConfig(DataOptions):
         """Return the arguments of `DataOptions`."""
         return {name: getattr(self, name) for name in DataOptions.model_fields}
 
+    def placement_options(self) -> dict[str, Any]:
+        """Return the arguments of `load` that say where the base rests."""
+        return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
+
     def lora_options(self) -> dict[str, Any]:
         """Return the arguments of PEFT's `LoraConfig`."""
         return {
@@ -276,7 +276,7 @@ class RunConfig(DataOptions):
 def read_known_options() -> dict[str, Option]:
     """Return every option that a run takes: lorashard's own, the data's and TRL's, the first meaning wins."""
     own = {}
-    for owner in (DataOptions, RunConfig):
+    for owner in (DataOptions, PlacementOptions, RunConfig):
         for name, annotation in owner.__annotations__.items():
             if name in owner.model_fields and name != "trainer":
                 own[name] = Option.from_annotation(name, annotation)
@@ -350,14 +350,3 @@ def _choose_precision(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("dtype") == "float16" and options.get("fp16") is False:
         raise ConfigError("fp16: false and dtype: float16 contradict each other: float16 needs fp16's loss scaling")
     return {}
-
-
-def _explain(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    reason = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:
-        return reason
-    name = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "missing":
-        return f"no {name}: it has to be given"
-    return f"{name}: {reason[:1].lower()}{reason[1:]}, found {problem['input']!r}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Work(Protocol):
@@ -24,6 +26,7 @@ class LauncherEnv:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
 
 
 def read_launcher_env() -> LauncherEnv | None:
@@ -34,6 +37,7 @@ def read_launcher_env() -> LauncherEnv | None:
         rank=int(os.environ["RANK"]),
         local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
         world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
     )
 
 
@@ -55,6 +59,30 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_initialized() else 1
+
+
+def broadcast_object(value: T, source_rank: int = 0) -> T:
+    """Return `source_rank`'s `value`, a small picklable object.
+
+    Ranks: collective over all ranks.
+    """
+    if get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=source_rank)
+    return values[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's `value`, small picklable objects, by rank.
+
+    Ranks: collective over all ranks.
+    """
+    if get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast_(tensors: Iterable[torch.Tensor], source_rank: int = 0) -> None:
@@ -87,15 +115,26 @@ class ShardGroup:
     gathered_bytes: int = field(default=0, init=False)
 
     @classmethod
-    def over_all_ranks(cls) -> ShardGroup:
-        """Shard over every rank of the default process group."""
-        size = get_world_size()
+    def of_size(cls, size: int) -> ShardGroup:
+        """Shard over this rank's `size` consecutive ranks of the default process group, whose size `size` divides.
+
+        Ranks: collective over all ranks: each makes the groups of all.
+        """
         if size == 1:
             return cls()
-        return cls(get_rank(), size, dist.new_group(), dist.new_group(backend="gloo"))
+        own: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        for begin in range(0, get_world_size(), size):
+            ranks = list(range(begin, begin + size))
+            groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+            if get_rank() in ranks:
+                own = groups
+        assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
+        return cls(get_rank() % size, size, *own)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start filling `whole` (uint8, [size * shard]) with every rank's `shard` (uint8, [shard]).
+
+        `shard` may be this rank's part of `whole`.
 
         Ranks: collective over the group, in one order.
         Memory: none beyond the two tensors.
@@ -140,5 +179,6 @@ def _start_broadcasts(rows: torch.Tensor, shard: torch.Tensor, rank: int, group:
     Args:
         rows: uint8, [ranks, shard].
     """
-    rows[rank].copy_(shard)
+    if rows[rank].data_ptr() != shard.data_ptr():
+        rows[rank].copy_(shard)
     return _Works(tuple(dist.broadcast(row, group=group, group_src=k, async_op=True) for k, row in enumerate(rows)))

@@ -63,12 +63,11 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     model = api.load(
         config.model_name_or_path,
         LoraConfig(**config.lora_options()),
-        config.placement,
         dtype=getattr(torch, config.dtype),
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
-        prefetch=config.prefetch,
+        **config.placement_options(),
     )
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     at_rest_bytes = api.stats(model).bytes_at_rest

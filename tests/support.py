@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
 
 
 def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100) -> list[Any]:
@@ -60,6 +61,7 @@ def _collect(ranks: list, results: Any, deadline_s: float) -> list[Any]:
 def _rank_main(rank: int, world_size: int, store: str, results: Any, body: Callable, args: tuple) -> None:
     value, error = None, None
     try:
+        PartialState._reset_state()  # what a test in the parent made is none of this rank's
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

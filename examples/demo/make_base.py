@@ -5,8 +5,8 @@
 The text is that of a closed world (people, days, places, times, counting): short stories, small records with a caption,
 lists, times of day, and conversations in which an assistant answers in plain English. It never answers in JSON.
 
-One thread and fixed seeds: with the pinned torch, on the same kind of processor, it writes the same files bit for bit. It
-takes ten minutes.
+One thread and fixed seeds: with the pinned torch, on the same kind of processor, it writes the same files, bit for
+bit. It takes ten minutes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,20 +50,28 @@ class Stats:
 
     Attributes:
         num_gathers: all-gathers of base units.
-        gathered_bytes: bytes that they made whole (each rank received (W-1)/W of them).
+        gathered_bytes: bytes that they made whole (each of W ranks received (W-1)/W of them).
+        num_copies: units, or shards of units, copied from host memory or files into slots.
+        copied_bytes: bytes of these copies.
         peak_unsharded_bytes: the most that was whole in slots at once.
         num_slots: buffers in the pool.
         slot_bytes: bytes of the pool.
-        bytes_at_rest: bytes of this rank's shards.
+        num_resident: units that stay whole for the whole run.
+        bytes_at_rest: bytes of the base that rest on this rank's device: shards, and what is resident.
+        host_bytes_at_rest: bytes that rest in this rank's own host memory. Mapped files are nobody's own.
         wait_s: seconds that the computation waited for gathers.
     """
 
     num_gathers: int
     gathered_bytes: int
+    num_copies: int
+    copied_bytes: int
     peak_unsharded_bytes: int
     num_slots: int
     slot_bytes: int
+    num_resident: int
     bytes_at_rest: int
+    host_bytes_at_rest: int
     wait_s: float
 
 
@@ -95,14 +104,14 @@ class Engine:
             trainable: the adapter's parameters; an optimizer that holds one of them marks the steps.
             group: the ranks that the units are sharded over.
             device: where the slots are.
-            prefetch: how many visits ahead to gather; 0 gathers each unit when it is needed.
+            prefetch: how many units ahead to gather; 0 gathers each unit when it is needed.
         """
         self._visits = tuple(visits)
         self.units = tuple(dict.fromkeys(visit.unit for visit in visits))
         self._group = group
         self._prefetch = prefetch
         self._stream = SideStream(device)
-        sharded = [unit for unit in self.units if not unit.home.is_whole]
+        sharded = [unit for unit in self.units if not unit.is_resident]
         self.pool = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
         self._order_slots()
         self._positions = {unit: [i for i, visit in enumerate(visits) if visit.unit is unit] for unit in self.units}
@@ -125,10 +134,14 @@ class Engine:
         return Stats(
             num_gathers=self._group.num_gathers,
             gathered_bytes=self._group.gathered_bytes,
+            num_copies=sum(unit.home.num_copies for unit in self.units),
+            copied_bytes=sum(unit.home.copied_bytes for unit in self.units),
             peak_unsharded_bytes=self._peak_unsharded_bytes,
             num_slots=len(self.pool),
             slot_bytes=self.pool.total_bytes,
-            bytes_at_rest=sum(unit.home.bytes_at_rest for unit in self.units),
+            num_resident=sum(unit.is_resident for unit in self.units),
+            bytes_at_rest=sum(unit.home.device_bytes for unit in self.units),
+            host_bytes_at_rest=sum(unit.home.host_bytes for unit in self.units),
             wait_s=self._stream.waited_s(),
         )
 
@@ -139,7 +152,7 @@ class Engine:
         Ranks: every rank must read the same weights in the same order.
         Memory: a copy of each weight that is read, for as long as the reader keeps it.
         """
-        units = [unit for unit in self.units if not unit.home.is_whole]
+        units = [unit for unit in self.units if not unit.is_resident]
         for unit in units:
             for index, weight in enumerate(unit.weights):
                 weight.placeholder.reader = functools.partial(self._copy_weight, unit, index)
@@ -217,8 +230,9 @@ class Engine:
     def _enter_forward(self, position: int) -> None:
         self._position = position
         self._make_whole(self._visits[position].unit)
-        for ahead in range(position + 1, min(position + 1 + self._prefetch, len(self._visits))):
-            self._start_gather(self._visits[ahead].unit)
+        ahead = (visit.unit for visit in self._visits[position + 1 :] if not visit.unit.is_resident)
+        for unit in itertools.islice(ahead, self._prefetch):
+            self._start_gather(unit)
 
     def _enter_backward(self, unit: Unit) -> None:
         """Make `unit` whole because its backward, or its recomputation, begins."""
@@ -227,7 +241,7 @@ class Engine:
             if self._depth == 0:
                 self._reshard_all()  # what a backward that an exception cut short has left whole
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if unit.state is State.UNSHARDED:
+        if unit.state is State.UNSHARDED and not unit.is_resident:
             return
         for other in self.units:
             # No gradient reaches the input of such a unit, so nothing else tells that its backward is over.
@@ -239,10 +253,14 @@ class Engine:
         self._prefetch_backward(self._position)
 
     def _prefetch_backward(self, position: int) -> None:
-        for ahead in range(position - 1, max(position - 1 - self._prefetch, -1), -1):
-            if not (self._visits[ahead].has_backward and self._visits[ahead + 1].unit.has_backward_below):
+        num_started = 0
+        for ahead in reversed(range(position)):
+            is_reached = self._visits[ahead].has_backward and self._visits[ahead + 1].unit.has_backward_below
+            if not is_reached or num_started == self._prefetch:
                 return
-            self._start_gather(self._visits[ahead].unit)
+            if not self._visits[ahead].unit.is_resident:
+                self._start_gather(self._visits[ahead].unit)
+                num_started += 1
 
     def _leave_backward(self, unit: Unit) -> None:
         if is_in_backward():

@@ -2,37 +2,161 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
 from ..dist import ShardGroup, Work
+from .copies import HostCopies, allocate_host
 from .layout import Layout
+
+
+class Home(Protocol):
+    """Where one unit rests on this rank, and how it becomes whole.
+
+    Attributes:
+        layout: where each tensor sits in the unit's buffer.
+        device_bytes: what rests on the device.
+        host_bytes: what rests in host memory that nobody shares.
+        num_copies: how often bytes were copied from the host into a slot.
+        copied_bytes: how many.
+    """
+
+    layout: Layout
+    device_bytes: int
+    host_bytes: int
+    num_copies: int
+    copied_bytes: int
+
+    def views(self) -> list[torch.Tensor] | None:
+        """Return the unit's tensors if they rest whole where they are computed with, else None.
+
+        Such a unit is never unsharded: it needs no slot, and its modules hold these tensors for the whole run.
+        """
+
+    def unshard_into(self, buffer: torch.Tensor) -> Work:
+        """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the whole unit."""
+        ...
 
 
 class DeviceHome:
     """1/size of the unit on this rank's device; unsharding is one all-gather.
 
-    In a group of one the shard is the whole unit: `is_whole` is true, nothing is ever gathered or copied, and the
-    unit's weights are views of the shard for the whole run.
+    In a group of one the shard is the whole unit: nothing is ever gathered or copied.
 
     Memory: `layout.shard_bytes` on the device.
     """
+
+    host_bytes = 0
+    num_copies = 0
+    copied_bytes = 0
 
     def __init__(self, layout: Layout, group: ShardGroup, device: torch.device) -> None:
         self.layout = layout
         self._group = group
         self.shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
+        self.device_bytes = layout.shard_bytes
 
-    @property
-    def is_whole(self) -> bool:
-        return self._group.size == 1
-
-    @property
-    def bytes_at_rest(self) -> int:
-        return self.shard.numel()
+    def views(self) -> list[torch.Tensor] | None:
+        if self._group.size > 1:
+            return None
+        fields = self.layout.fields
+        return [self.shard[f.begin_byte : f.end_byte].view(f.dtype).view(f.shape) for f in fields]
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
-        """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the whole unit.
+        """Start filling `buffer` with the whole unit.
 
         Ranks: collective over the shard group.
         """
         return self._group.all_gather(buffer[: self.layout.total_bytes], self.shard)
+
+
+class HostHome:
+    """1/size of the unit in this rank's host memory, pinned on CUDA.
+
+    Unsharding copies the shard to its place in the slot, and gathers the rest there from the other ranks; in a group
+    of one the copy is all.
+
+    Memory: `layout.shard_bytes` on the host.
+    """
+
+    device_bytes = 0
+
+    def __init__(self, layout: Layout, group: ShardGroup, device: torch.device, copies: HostCopies) -> None:
+        self.layout = layout
+        self._group = group
+        self._copies = copies
+        self.shard = allocate_host(layout.shard_bytes, device)
+        self.host_bytes = layout.shard_bytes
+        self.num_copies = 0
+        self.copied_bytes = 0
+
+    def views(self) -> list[torch.Tensor] | None:
+        return None
+
+    def unshard_into(self, buffer: torch.Tensor) -> Work:
+        """Start filling `buffer` with the whole unit.
+
+        Ranks: collective over the shard group; local in a group of one.
+        """
+        whole = buffer[: self.layout.total_bytes]
+        row = whole.view(self._group.size, -1)[self._group.rank]
+        self.num_copies += 1
+        self.copied_bytes += row.numel()
+        copied = self._copies.start([(row, self.shard)])
+        if self._group.size == 1:
+            return copied
+        copied.wait()  # on the side stream: the gather must not send what is not there yet
+        return self._group.all_gather(whole, row)
+
+
+class FileHome:
+    """No memory of its own: the unit's bytes are read through mapped files, which all ranks of a node share.
+
+    On a CPU the modules read the mapped pages themselves; elsewhere unsharding copies the whole unit. Either way no
+    rank waits for another.
+
+    Memory: none; the kernel's page cache, which it may evict.
+    """
+
+    device_bytes = 0
+    host_bytes = 0
+
+    def __init__(
+        self, layout: Layout, pieces: Sequence[Sequence[torch.Tensor]], device: torch.device, copies: HostCopies
+    ) -> None:
+        """Make a home of mapped bytes.
+
+        Args:
+            layout: of one shard.
+            pieces: for each field of `layout` the uint8 tensors over mapped memory that together are its bytes; on a
+                CPU one each.
+        """
+        self.layout = layout
+        self._pieces = pieces
+        self._device = device
+        self._copies = copies
+        self.num_copies = 0
+        self.copied_bytes = 0
+
+    def views(self) -> list[torch.Tensor] | None:
+        if self._device.type != "cpu":
+            return None
+        fields = zip(self.layout.fields, self._pieces, strict=True)
+        return [piece.view(field.dtype).view(field.shape) for field, (piece,) in fields]
+
+    def unshard_into(self, buffer: torch.Tensor) -> Work:
+        """Start filling `buffer` with the whole unit.
+
+        Ranks: local.
+        """
+        pairs = []
+        for field, pieces in zip(self.layout.fields, self._pieces, strict=True):
+            begin = field.begin_byte
+            for piece in pieces:
+                pairs.append((buffer[begin : begin + piece.numel()], piece))
+                begin += piece.numel()
+        self.num_copies += 1
+        self.copied_bytes += sum(piece.numel() for _, piece in pairs)
+        return self._copies.start(pairs)

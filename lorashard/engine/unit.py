@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from ..dist import Work
-from .home import DeviceHome
-from .layout import Field, Layout
+from .home import Home
+from .layout import Layout
 from .placeholder import Placeholder
 from .slots import Slot
 from .streams import SideStream
@@ -45,10 +47,12 @@ class Weight:
 class Unit:
     """A decoder layer, the embedding, or the final norm with the LM head.
 
-    Memory: its home's shard at rest; one slot (`layout.total_bytes`) while not SHARDED.
+    A resident unit rests whole where it is computed with: it is UNSHARDED for the whole run and never has a slot.
+
+    Memory: its home's at rest; one slot (`layout.total_bytes`) while not SHARDED.
     """
 
-    def __init__(self, name: str, index: int, size_class: str, weights: Sequence[Weight], home: DeviceHome) -> None:
+    def __init__(self, name: str, index: int, size_class: str, weights: Sequence[Weight], home: Home) -> None:
         self.name = name
         self.index = index
         self.size_class = size_class
@@ -58,8 +62,10 @@ class Unit:
         self.slot: Slot | None = None
         self.has_backward_below = False  # whether a backward goes on to the units before this one
         self._work: Work | None = None
-        if home.is_whole:
-            self._put([_view_of(home.shard, field) for field in home.layout.fields])
+        views = home.views()
+        self.is_resident = views is not None
+        if views is not None:
+            self._put([nn.Parameter(view, requires_grad=False) for view in views])
             self.state = State.UNSHARDED
         else:
             self._put([weight.placeholder for weight in weights])
@@ -71,12 +77,13 @@ class Unit:
     def unshard(self, slot: Slot, stream: SideStream) -> None:
         """Start gathering this unit's weights into `slot`; return before they have arrived.
 
-        Ranks: collective over the shard group. Every rank must unshard the same units in the same order.
+        Ranks: collective over the shard group where the home is: every rank of it must unshard the same units in the
+            same order.
         Memory: takes `slot` until `evict`.
         """
         assert self.state is State.SHARDED and slot.owner is None
         self.slot, slot.owner = slot, self
-        with stream.after(slot.readers_done):
+        with stream.after(slot.readers_done), _named_range(f"unshard {self.name}"):
             self._work = self.home.unshard_into(slot.wire)
         self.state = State.UNSHARDING
 
@@ -132,7 +139,8 @@ class Unit:
 
     def _settle(self, stream: SideStream) -> None:
         if self._work is not None:
-            stream.wait(self._work)
+            with _named_range(f"wait for {self.name}"):
+                stream.wait(self._work)
             self._work = None
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -142,9 +150,9 @@ class Unit:
                 owner.module._parameters[owner.attribute] = tensor  # type: ignore[assignment]
 
 
-def _view_of(buffer: torch.Tensor, field: Field) -> nn.Parameter:
-    whole = buffer[field.begin_byte : field.end_byte].view(field.dtype).view(field.shape)
-    return nn.Parameter(whole, requires_grad=False)
+def _named_range(name: str) -> AbstractContextManager[object]:
+    """Show `name` in torch's profiler, if it is running."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +18,16 @@ from transformers import (
 )
 
 from ..dist import ShardGroup
-from ..engine import Placeholder
+from ..engine import HostCopies, Placeholder
 from ..errors import ConfigError
+from ..placement import ResolvedPlacement
 from .adapters import base_test
 from .checkpoint import Checkpoint, resolve_folder
-from .sharding import fill_from_memory, shard_structure
-from .units import FoundUnit, FoundWeight, find_structure
+from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
+from .mapped import warn_of_remote
+from .sharding import shard_structure
+from .sources import CheckpointSource
+from .units import find_structure
 from .weights import BaseWeights
 
 _AUTO_CLASSES = {
@@ -69,20 +72,15 @@ def build_skeleton(
 def load_sharded(
     model_name_or_path: str,
     lora: PeftConfig,
-    make_group: Callable[[], ShardGroup],
+    placement: ResolvedPlacement,
     device: torch.device,
     *,
     dtype: torch.dtype,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
-    prefetch: int = 1,
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
-
-    Args:
-        make_group: gives the ranks to shard over. Called when the checkpoint and the adapter are known to be right,
-            since it is the first collective.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
@@ -106,10 +104,28 @@ def load_sharded(
         _put_placeholders(skeleton, weights, device)
         model = get_peft_model(skeleton, lora, revision=revision)
         structure = find_structure(model, base_test(model))
-        shard_structure(
-            model, structure, _reader(weights), make_group(), device, prefetch, lambda unit: _around(weights, unit)
-        )
+        resident = choose_resident(structure, placement.resident_layers)
+        group = ShardGroup.of_size(placement.group_size)  # the first collective: nothing can be wrong any more
+        make_home: MakeHome
+        if placement.placement == "file":
+            warn_of_remote(folder)
+            make_home = FileHomes(structure, weights, device, resident)
+        else:
+            source = CheckpointSource(weights)
+            is_on_host = placement.placement == "host"
+            make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device))
+        shard_structure(model, structure, make_home, group, device, placement.prefetch)
+    if placement.placement == "file":
+        for name in ("merge_adapter", "merge_and_unload"):
+            setattr(model.base_model, name, partial(_refuse_merge, name))
     return model.to(device)
+
+
+def _refuse_merge(name: str, *args: object, **kwargs: object) -> None:
+    raise ConfigError(
+        f"{name} would change the base in place, which placement 'file' reads from its files, read-only: load with "
+        "another placement, or merge the saved adapter"
+    )
 
 
 def _check_initialisation(lora: PeftConfig) -> None:
@@ -157,17 +173,3 @@ def _stand_in(
     placeholder = Placeholder(name, parameter.shape, weights.target_dtype(name), device)
     placeholder.reader = lambda: weights.read(name).to(device)
     return placeholder
-
-
-def _reader(weights: BaseWeights) -> Callable[[FoundWeight, int, int, torch.Tensor], None]:
-    def fill(weight: FoundWeight, begin_byte: int, end_byte: int, out: torch.Tensor) -> None:
-        if isinstance(weight.parameter, Placeholder):
-            weights.read_range(weight.name, begin_byte, end_byte, out)
-        else:
-            fill_from_memory(weight, begin_byte, end_byte, out)
-
-    return fill
-
-
-def _around(weights: BaseWeights, unit: FoundUnit) -> AbstractContextManager[None]:
-    return weights.unit([weight.name for weight in unit.weights if isinstance(weight.parameter, Placeholder)])

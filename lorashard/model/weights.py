@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -131,6 +132,25 @@ class BaseWeights:
     def num_bytes(self, name: str) -> int:
         """Return the bytes that a tensor takes in the model."""
         return self._tensors[name].numel() * self._tensors[name].itemsize
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the checkpoint's tensors."""
+        return sorted({tensor.file for tensor in self._checkpoint.tensors.values()})
+
+    def find_stretches(self, name: str) -> list[tuple[Path, int, int]] | None:
+        """Return the stretches (file, first byte, number of bytes) that are a tensor as the model has it.
+
+        None means that no file holds it so: it has another dtype there, or is computed from others.
+        """
+        source = self._sources[name]
+        item_bytes = self.target_dtype(name).itemsize
+        if isinstance(source, Group) or any(run.stored.dtype != self.target_dtype(name) for run in source.runs):
+            return None
+        return [
+            (run.stored.file, run.stored.begin_byte + run.begin * item_bytes, run.numel * item_bytes)
+            for run in source.runs
+        ]
 
     def read_range(self, name: str, begin: int, end: int, out: torch.Tensor) -> None:
         """Read bytes [begin, end) of a tensor, as it will be in the model, into `out`.

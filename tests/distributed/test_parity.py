@@ -13,9 +13,11 @@ from tiny import CHECKPOINTING, FAMILIES, build_model, find_differences, make_ba
 from trl.trainer.utils import add_fused_lm_head
 
 import lorashard
+from lorashard.placement import PlacementOptions
 
 Results = dict[str, torch.Tensor]
 WORLD_SIZES = (1, 2, 4)
+PLACEMENT_OPTIONS = set(PlacementOptions.model_fields)
 
 
 def one_step(model: PeftModel) -> Results:
@@ -110,8 +112,9 @@ SCENARIOS: tuple[Callable[[PeftModel], Results], ...] = (
 
 def compare(scenarios, **case) -> list[str]:
     """Run each scenario on a plain and on a sharded model; return what differs."""
-    prefetch = case.pop("prefetch", 1)
-    plain, sharded = build_model(**case), lorashard.shard(build_model(**case), prefetch=prefetch)
+    case = dict(case)
+    options = {name: case.pop(name) for name in PLACEMENT_OPTIONS & case.keys()}
+    plain, sharded = build_model(**case), lorashard.shard(build_model(**case), **options)
     wrong = []
     for scenario in scenarios:
         torch.manual_seed(5)

@@ -10,9 +10,11 @@ import torch
 from tiny import build_model, find_differences, make_batch, take_gradients
 
 from lorashard.dist import ShardGroup
-from lorashard.engine import Engine
+from lorashard.engine import Engine, HostCopies
 from lorashard.model.adapters import base_test
-from lorashard.model.sharding import fill_from_memory, shard_structure
+from lorashard.model.homes import ShardedHomes
+from lorashard.model.sharding import shard_structure
+from lorashard.model.sources import MemorySource
 from lorashard.model.units import find_structure
 
 pytestmark = [
@@ -53,7 +55,9 @@ class TwoShards(ShardGroup):
         return None
 
 
-def shard_on_one_gpu(make_model, delay_cycles: int = 0, prefetch: int = 1) -> tuple[torch.nn.Module, Engine]:
+def shard_on_one_gpu(
+    make_model, delay_cycles: int = 0, prefetch: int = 1, placement: str = "shard"
+) -> tuple[torch.nn.Module, Engine]:
     """Shard a model over two ranks of which this process is both."""
     device = torch.device("cuda")
     groups = TwoShards(0, delay_cycles), TwoShards(1)
@@ -61,7 +65,8 @@ def shard_on_one_gpu(make_model, delay_cycles: int = 0, prefetch: int = 1) -> tu
     for group in groups:
         model = make_model()
         structure = find_structure(model, base_test(model))
-        engines.append(shard_structure(model, structure, fill_from_memory, group, device, prefetch))
+        make_home = ShardedHomes(placement == "host", group, device, MemorySource(), (), HostCopies(device))
+        engines.append(shard_structure(model, structure, make_home, group, device, prefetch))
         models.append(model.to(device))
     for mine, others in zip(engines[0].units, engines[1].units, strict=True):
         groups[0].other[mine.home.shard.data_ptr()] = others.home.shard

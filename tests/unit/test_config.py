@@ -192,7 +192,7 @@ def test_defaults_are_those_that_work_for_lora() -> None:
     config = resolve()
 
     assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (16, 32, "all-linear")
-    assert (config.placement, config.dtype, config.activation_checkpointing) == ("shard", "bfloat16", True)
+    assert (config.placement, config.dtype, config.activation_checkpointing) == ("auto", "bfloat16", True)
     assert config.trainer_options["report_to"] == "none"
     assert "eval_strategy" not in config.trainer_options
 
@@ -211,7 +211,11 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["--lora_r", "0"], "lora_r: .*found 0"),
         (["--packing", "maybe"], "packing: expected true or false, found 'maybe'"),
         (["--lr_scheduler_type", "cosin"], "did you mean 'cosine'"),
-        (["--placement", "host"], "placement: expected one of 'shard', 'replicate', found 'host'"),
+        (["--placement", "hos"], "placement: expected one of 'auto', .*did you mean 'host'"),
+        (["--resident_layers", "-1"], "resident_layers: expected 0 or more"),
+        (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has no meaning"),
+        (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: true means placement: host"),
+        (["--sharding_strategy", "NO_SHARD", "--placement", "shard"], "means placement: replicate"),
         (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank are the same option, with two values, 8 and 9"),
         (["--lora_r", "8", "--lora_r", "9"], "lora_r is given twice"),
         (["--activation_checkpointing", "--gradient_checkpointing", "no"], "are the same option"),

@@ -203,7 +203,7 @@ def test_one_rank_gathers_and_copies_nothing():
         for weight in unit.weights:
             for owner in weight.owners:
                 parameter = owner.module._parameters[owner.attribute]
-                assert begin <= parameter.data_ptr() < begin + unit.home.bytes_at_rest
+                assert begin <= parameter.data_ptr() < begin + unit.home.device_bytes
 
 
 # -- units under an engine -----------------------------------------------------------------------------------------

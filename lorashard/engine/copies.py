@@ -1,0 +1,143 @@
+"""Copies from host memory to the device, beside the computation; and host memory that such copies are fast from."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import resource
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from ..dist import Work
+
+RING_BUFFERS = 4
+RING_BUFFER_BYTES = 16 * 2**20
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+_logger = logging.getLogger(__name__)
+
+
+class HostCopies:
+    """Starts copies of host memory to one device.
+
+    Pinned memory is copied by the device itself. Pageable memory goes through a ring of pinned buffers, which a thread
+    fills, so that the thread that computes is not held up. On a CPU a copy is done when `start` returns.
+
+    Memory: RING_BUFFERS * RING_BUFFER_BYTES of pinned memory from the first pageable copy on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring: _PinnedRing | None = None
+
+    def start(self, pairs: Pairs) -> Work:
+        """Start copying each (target, source) of uint8, behind what the current stream was given so far."""
+        if self._device.type == "cpu":
+            for target, source in pairs:
+                target.copy_(source)
+            return _Done()
+        if all(source.is_pinned() for _, source in pairs):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return _OnStream(torch.cuda.current_stream(self._device).record_event())
+        if self._ring is None:
+            self._ring = _PinnedRing(self._device)
+        return self._ring.start(pairs)
+
+
+@dataclass(frozen=True)
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _OnStream:
+    """Done when `event` has happened; waiting holds up the current stream, not the host."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+@dataclass(frozen=True)
+class _InThread:
+    """Waiting holds up the host until the thread has started the last copy, then the current stream."""
+
+    last: Future[torch.cuda.Event]
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.last.result())
+
+
+class _PinnedRing:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [
+            torch.empty(RING_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(RING_BUFFERS)
+        ]
+        self._events: list[torch.cuda.Event | None] = [None] * RING_BUFFERS
+        self._next = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lorashard-copies")
+
+    def start(self, pairs: Pairs) -> Work:
+        ready = torch.cuda.current_stream(self._device).record_event()
+        return _InThread(self._thread.submit(self._copy, pairs, ready))
+
+    def _copy(self, pairs: Pairs, ready: torch.cuda.Event) -> torch.cuda.Event:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            for target, source in pairs:
+                for begin in range(0, len(source), RING_BUFFER_BYTES):
+                    self._copy_piece(
+                        target[begin : begin + RING_BUFFER_BYTES], source[begin : begin + RING_BUFFER_BYTES]
+                    )
+            return self._stream.record_event()
+
+    def _copy_piece(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        index = self._next
+        self._next = (index + 1) % RING_BUFFERS
+        event = self._events[index]
+        if event is not None:
+            event.synchronize()  # the device has read what the buffer held
+        buffer = self._buffers[index][: len(source)]
+        buffer.copy_(source)
+        target.copy_(buffer, non_blocking=True)
+        self._events[index] = self._stream.record_event()
+
+
+def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return uint8 host memory of exactly `num_bytes`, pinned for `device` where the system allows it.
+
+    torch's own pinned allocator rounds up to a power of two, which could double a base. Where pinning is refused the
+    memory is pageable, and a warning names the limit.
+    """
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    if device.type == "cuda" and num_bytes:
+        _pin(tensor, memory)
+    return tensor
+
+
+def _pin(tensor: torch.Tensor, memory: mmap.mmap) -> None:
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+    if status == 0:
+        weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr())
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
+    _logger.warning(
+        "the system refused to pin %.0f MiB of host memory (CUDA error %d; the limit on locked memory, `ulimit -l`, is "
+        "%s): this unit is copied through a small pinned buffer instead, which is slower",
+        tensor.numel() / 2**20,
+        status,
+        words,
+    )

@@ -1,0 +1,58 @@
+"""Files mapped into memory: bytes that all processes of a machine share through the kernel's page cache."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from pathlib import Path
+
+import psutil
+import torch
+
+_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.sshfs", "glusterfs"}
+
+_logger = logging.getLogger(__name__)
+
+
+class MappedFiles:
+    """Maps files privately: a write to the memory would never reach a file.
+
+    Note [Files that shrink]
+        Reading a mapped page that is no longer in the file ends the process by SIGBUS; nothing can catch that. The
+        sizes have been checked when the headers were read; a file that is replaced by renaming stays as it was.
+
+    Memory: none of its own; pages come and go as the kernel likes.
+    """
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def view(self, file: Path, begin_byte: int, num_bytes: int) -> torch.Tensor:
+        """Return bytes of a file as uint8 that nothing copies. The map lives as long as the tensor."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if file not in self._maps:
+            self._maps[file] = _map(file)
+        return torch.frombuffer(self._maps[file], dtype=torch.uint8, count=num_bytes, offset=begin_byte)
+
+
+def _map(file: Path) -> mmap.mmap:
+    # Writable but private, so that torch takes it for ordinary memory; without reserving, or the kernel could refuse to
+    # map a file that is larger than the machine's memory.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def warn_of_remote(folder: Path) -> None:
+    """Warn if the folder lies on a network file system, from which every page may have to come again."""
+    resolved = folder.resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((mounts[path] for path in (resolved, *resolved.parents) if path in mounts), "")
+    if kind in _REMOTE:
+        _logger.warning(
+            "%s lies on a network file system (%s): placement 'file' reads the base from there whenever the kernel has "
+            "dropped pages, and a server that goes away stops the run; a local copy is safer and faster",
+            folder,
+            kind,
+        )

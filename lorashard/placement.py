@@ -1,0 +1,146 @@
+"""Where the base may rest, as a person chooses it. Imports no torch: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import ConfigError
+
+Placement = Literal["replicate", "shard", "host", "file"]
+_MEANT = ("placement", "shard_group_size", "resident_layers")
+_STRATEGIES: dict[str, dict[str, str]] = {
+    "FULL_SHARD": {"placement": "shard"},
+    "SHARD_GRAD_OP": {"placement": "shard", "resident_layers": "all"},
+    "NO_SHARD": {"placement": "replicate"},
+    "HYBRID_SHARD": {"placement": "shard", "shard_group_size": "node"},
+}
+
+
+class PlacementOptions(BaseModel):
+    """Where the frozen base rests, and how it comes to be whole. Speed and memory depend on it, never a result."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    placement: Literal["auto", "replicate", "shard", "host", "file"] = "auto"
+    """Where the base rests: `shard` keeps 1/N of it on each of N ranks, `replicate` all of it, `host` 1/N in each
+    rank's host memory, `file` nothing: it is read from the checkpoint's own files. `auto` is `shard`."""
+    cpu_offload: bool = False
+    """The same as `placement: host`."""
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
+    """FSDP's name of a placement."""
+    shard_group_size: Literal["node"] | int | None = None
+    """Shard over this many consecutive ranks, or over those of a node, and replicate across; not given: over all."""
+    resident_layers: Literal["auto", "all"] | int = "auto"
+    """How many decoder layers, spread evenly, stay whole on each rank; `all` means every unit; `auto` is 0."""
+    prefetch: int = Field(default=1, ge=0)
+    """How many layers ahead to gather or copy; each takes a slot of memory."""
+    layer_microbatch_size: int | None = Field(default=None, ge=1)
+    """Rows that go through a decoder layer at a time, so that a large batch takes one gather a layer and no more memory
+    inside it; not given: the whole batch."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PlacementOptions:
+        meant = self.combine()
+        for name, least in (("resident_layers", 0), ("shard_group_size", 1)):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{name}: expected {least} or more, found {value}")
+        pointless = {"replicate": ("shard_group_size", "resident_layers"), "file": ("shard_group_size",)}
+        for name in pointless.get(meant["placement"], ()):
+            if getattr(self, name) not in (None, "auto"):
+                raise ValueError(f"{name} has no meaning with placement: {meant['placement']}, which shards nothing")
+        return self
+
+    def combine(self) -> dict[str, Any]:
+        """Return what is meant after FSDP's names and `cpu_offload` have had their say."""
+        meant: dict[str, Any] = {name: getattr(self, name) for name in _MEANT}
+        for name, value in _STRATEGIES.get(self.sharding_strategy or "", {}).items():
+            if meant[name] not in (None, "auto", value):
+                raise ValueError(
+                    f"sharding_strategy {self.sharding_strategy} means {name}: {value}, but {name}: {meant[name]} is "
+                    "given too; leave one of them out"
+                )
+            meant[name] = value
+        if self.cpu_offload:
+            if meant["placement"] not in ("auto", "shard", "host"):
+                raise ValueError(
+                    f"cpu_offload: true means placement: host, but the placement is {meant['placement']}; leave one of "
+                    "them out"
+                )
+            meant["placement"] = "host"
+        return meant
+
+
+@dataclass(frozen=True)
+class ResolvedPlacement:
+    """A placement with nothing left to choose.
+
+    Attributes:
+        group_size: ranks that a unit is sharded over.
+        resident_layers: decoder layers that stay whole, or `all` units.
+    """
+
+    placement: Placement
+    group_size: int
+    resident_layers: Literal["all"] | int
+    prefetch: int
+    layer_microbatch_size: int | None
+
+
+def read_placement(**options: object) -> PlacementOptions:
+    """Return the options of `load` and `shard`.
+
+    Raises:
+        ConfigError: a wrong value or combination.
+    """
+    try:
+        return PlacementOptions(**options)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ConfigError(explain_invalid(error)) from error
+
+
+def resolve_placement(options: PlacementOptions, world_size: int, local_world_size: int) -> ResolvedPlacement:
+    """Return what the options mean for a number of ranks.
+
+    Args:
+        local_world_size: ranks on each node.
+
+    Raises:
+        ConfigError: the shard groups do not divide the ranks.
+    """
+    meant = options.combine()
+    placement: Placement = "shard" if meant["placement"] == "auto" else meant["placement"]
+    asked = meant["shard_group_size"]
+    group_size = local_world_size if asked == "node" else asked or world_size
+    if placement in ("replicate", "file"):
+        group_size = 1
+    if world_size % group_size:
+        raise ConfigError(
+            f"shard_group_size: expected a divisor of the {world_size} ranks, found {asked} ({group_size} ranks)"
+        )
+    resident = 0 if meant["resident_layers"] == "auto" else meant["resident_layers"]
+    return ResolvedPlacement(placement, group_size, resident, options.prefetch, options.layer_microbatch_size)
+
+
+def explain_placement(options: PlacementOptions) -> str | None:
+    """Return what FSDP's names became, or None if none was given."""
+    given = [f"sharding_strategy: {options.sharding_strategy}"] if options.sharding_strategy else []
+    given += ["cpu_offload: true"] if options.cpu_offload else []
+    meant = {name: value for name, value in options.combine().items() if value not in (None, "auto")}
+    became = ", ".join(f"{name}: {value}" for name, value in meant.items())
+    return f"{' with '.join(given)} became {became}" if given else None
+
+
+def explain_invalid(error: ValidationError) -> str:
+    """Say in a line what is wrong with an option."""
+    problem = error.errors()[0]
+    reason = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return reason
+    name = problem["loc"][0]  # what follows is pydantic's own names of a union's members
+    if problem["type"] == "missing":
+        return f"no {name}: it has to be given"
+    return f"{name}: {reason[:1].lower()}{reason[1:]}, found {problem['input']!r}"
