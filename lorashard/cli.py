@@ -29,7 +29,14 @@ if TYPE_CHECKING:
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
 
 _HELP_GROUPS = {
-    "The run": ("model_name_or_path", "dataset", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
+    "The run": (
+        "model_name_or_path",
+        "dataset",
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "profile_steps",
+    ),
     "Ranks": ("gpus", "cpu"),
     "Where the base rests": (),  # all of PlacementOptions
     "Model": ("model_revision", "trust_remote_code", "dtype", "attn_implementation", "chat_template_path", "eos_token"),

@@ -8,6 +8,7 @@ TRL.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +117,9 @@ class RunConfig(DataOptions, PlacementOptions):
     cpu: int | None = Field(default=None, ge=1)
     """Train on the CPU with this many ranks."""
 
+    profile_steps: str | None = None
+    """Trace these steps on each rank, and say where their time went, in output_dir/profile: `3-5`, or `3`."""
+
     model_revision: str | None = None
     """The commit, branch or tag of the model on the hub."""
     trust_remote_code: bool = False
@@ -209,6 +213,22 @@ class RunConfig(DataOptions, PlacementOptions):
         ):
             raise ConfigError(f"gpus: expected different ids of 0 or more, found {self.gpus}")
         return self
+
+    @model_validator(mode="after")
+    def _check_profile_steps(self) -> RunConfig:
+        if self.profile_steps is not None:
+            match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", self.profile_steps)
+            if match is None or int(match[2] or match[1]) < int(match[1]):
+                raise ConfigError(
+                    f"profile_steps: expected a step such as 3, or a range such as 3-5, found '{self.profile_steps}'"
+                )
+        return self
+
+    @property
+    def profile_range(self) -> tuple[int, int] | None:
+        """The first and the last step to trace, counted from 1."""
+        first, _, last = (self.profile_steps or "").partition("-")
+        return (int(first), int(last or first)) if first else None
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> RunConfig:

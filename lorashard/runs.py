@@ -5,6 +5,7 @@ status.json                  phase, step, pid; replaced at each change
 metrics.jsonl                one line a logged step
 ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
 logs/rank_K.log              what the rank printed
+profile/                     traces of `profile_steps`, and where their seconds went
 checkpoint-N/                the trainer's
 adapter_model.safetensors, adapter_config.json, tokenizer
 """

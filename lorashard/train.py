@@ -21,6 +21,7 @@ from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError
+from .profiling import ProfileCallback
 from .runs import Run, measure_rank
 
 _CHECKED_TOKENS = 64
@@ -78,6 +79,9 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
     trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)
+    if config.profile_range is not None:
+        first, last = config.profile_range
+        trainer.add_callback(ProfileCallback(run.folder / "profile", api.engine_of(model), first, last))
     run.begin(config.to_yaml(), is_resumed=config.resumes_in_place)
     trainer.train(resume_from_checkpoint=checkpoint)
     run.set_status("save", step=trainer.state.global_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,7 +95,7 @@ def read_losses(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def two_ranks(task) -> Path:
     evaluation = dict(eval_dataset=task / "eval.jsonl", eval_strategy="steps", eval_steps=3)
-    train(task, "two_ranks", cpu=2, report_to="tensorboard", **evaluation)
+    train(task, "two_ranks", cpu=2, report_to="tensorboard", profile_steps="3-4", **evaluation)
     return task / "two_ranks"
 
 
@@ -117,6 +118,20 @@ def test_a_run_leaves_what_it_promises(task, two_ranks):
     assert not list(two_ranks.rglob("model*.safetensors")), "the base was written"
     adapter = load_file(two_ranks / "adapter_model.safetensors")
     assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_profiled_steps_leave_traces_and_a_page(two_ranks):
+    """A trace without the units' names cannot tell which gather is late; a page without a rank, which rank."""
+    for rank in range(2):
+        trace = json.loads((two_ranks / "profile" / f"rank_{rank}.json").read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {"unshard layers.3", "wait for layers.3", "gloo:broadcast"} <= names
+    page = (two_ranks / "profile" / "summary.md").read_text().splitlines()
+    assert page[0] == "# Steps 3 to 4"
+    rows = [[float(cell) for cell in line.strip("|").split("|")] for line in page if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == [0, 1]
+    for _, total_s, compute_s, exposed_s, *beside in rows:
+        assert total_s > compute_s > 0 and abs(total_s - compute_s - exposed_s) < 0.002 and all(s > 0 for s in beside)
 
 
 def test_the_adapter_loads_in_plain_peft(task, two_ranks):

@@ -1,0 +1,135 @@
+"""`profile_steps`: a trace of a few steps for each rank, and a page that says where their seconds went."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback
+
+from . import dist
+from .engine import Engine
+
+_logger = logging.getLogger(__name__)
+_COLUMNS = {
+    "total_s": "seconds",
+    "compute_s": "computing",
+    "exposed_s": "waiting for weights",
+    "gather_s": "gathers",
+    "copy_s": "copies",
+    "all_reduce_s": "all-reduce",
+}
+
+
+class ProfileCallback(TrainerCallback):
+    """Traces the steps `first` to `last`, counted from 1, with the units' names on their ranges.
+
+    Leaves `profile/rank_K.json` (for chrome://tracing or ui.perfetto.dev) from each rank and `profile/summary.md` from
+    rank 0.
+
+    Ranks: collective at the end of step `last`.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, first: int, last: int) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._first, self._last = first, last
+        self._profiler: profile | None = None
+        self._is_done = False
+        self._begin_s = 0.0
+        self._begin_wait_s = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._profiler is None and self._first <= state.global_step + 1 <= self._last:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._begin_wait_s = self._engine.stats().wait_s
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+            self._begin_s = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._profiler is not None and state.global_step == self._last:
+            self._finish()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._profiler is not None:
+            self._finish()
+        elif not self._is_done:
+            _logger.warning(
+                "profile_steps: none of steps %d to %d was run, so there is no trace", self._first, self._last
+            )
+
+    def _finish(self) -> None:
+        assert self._profiler is not None
+        exposed_s = self._engine.stats().wait_s - self._begin_wait_s  # on CUDA this waits for the device
+        total_s = time.perf_counter() - self._begin_s
+        self._profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._folder / f"rank_{dist.get_rank()}.json"))
+        facts = sum_up(self._profiler.events(), total_s, exposed_s)
+        everyone = dist.gather_objects(facts)
+        if dist.get_rank() == 0:
+            summary = describe(everyone, self._first, self._last)
+            (self._folder / "summary.md").write_text(summary, encoding="utf-8")
+        self._profiler, self._is_done = None, True
+
+
+def sum_up(events: Iterable[Any], total_s: float, exposed_s: float) -> dict[str, float]:
+    """Return the seconds of each kind of work in a rank's trace.
+
+    Gathers, copies and all-reduces run beside the computation: their seconds are the device's, or on a CPU those of
+    the threads that did them (a copy there is what happens before the gather is on its way). What they cost is
+    `exposed_s`, the seconds in which the computation waited.
+    """
+    kinds = {
+        "gather_s": ("gloo:broadcast", "nccldevkernel_broadcast", "allgather", "all_gather"),
+        "copy_s": ("memcpy htod", "unshard "),
+        "all_reduce_s": ("gloo:all_reduce", "allreduce"),
+    }
+    events = list(events)
+    has_device = any(event.device_type != torch.autograd.DeviceType.CPU for event in events)
+    sums = dict.fromkeys(kinds, 0.0)
+    for event in events:
+        name = event.name.lower()
+        is_on_device = event.device_type != torch.autograd.DeviceType.CPU
+        if is_on_device if has_device else name.startswith(("gloo:", "unshard ")):
+            for kind, words in kinds.items():
+                if any(word in name for word in words):
+                    sums[kind] += event.time_range.elapsed_us() / 1e6
+    return {"total_s": total_s, "compute_s": total_s - exposed_s, "exposed_s": exposed_s, **sums}
+
+
+def describe(ranks: Sequence[dict[str, float]], first: int, last: int) -> str:
+    """Return the page: a row a rank, and a sentence about what differs between them."""
+    lines = [
+        f"# Steps {first} to {last}",
+        "",
+        f"| rank | {' | '.join(_COLUMNS.values())} |",
+        f"| ---: |{' ---: |' * len(_COLUMNS)}",
+    ]
+    for rank, facts in enumerate(ranks):
+        lines.append(f"| {rank} | {' | '.join(f'{facts[name]:.3f}' for name in _COLUMNS)} |")
+    lines += ["", "Gathers, copies and all-reduces run beside the computation; what they cost is in the waiting.", ""]
+    compute = [facts["compute_s"] for facts in ranks]
+    slowest, fastest = compute.index(max(compute)), compute.index(min(compute))
+    spread = max(compute) / max(min(compute), 1e-9) - 1
+    if len(ranks) == 1:
+        pass
+    elif spread > 0.1:
+        lines.append(
+            f"**Rank {slowest} computes {spread:.0%} longer than rank {fastest}**: the others wait for it in each "
+            "gather and all-reduce. Look at the lengths of its rows, its device's clock, and what else runs there."
+        )
+    else:
+        lines.append(f"The ranks are even: their computing differs by {spread:.0%}.")
+    waiting = max(facts["exposed_s"] / facts["total_s"] for facts in ranks)
+    lines.append(
+        f"At most {waiting:.0%} of a rank's time is waiting for weights"
+        + (": try more tokens a step, a larger prefetch, or resident layers." if waiting > 0.1 else ".")
+    )
+    return "\n".join(lines) + "\n"
