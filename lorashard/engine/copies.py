@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import resource
@@ -122,16 +123,19 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
     memory = mmap.mmap(-1, max(num_bytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
     if device.type == "cuda" and num_bytes:
-        _pin(tensor, memory)
+        _pin(tensor, memory, device)
     return tensor
 
 
-def _pin(tensor: torch.Tensor, memory: mmap.mmap) -> None:
+def _pin(tensor: torch.Tensor, memory: mmap.mmap, device: torch.device) -> None:
     runtime = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+    status = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 1))  # 1: for all devices
     if status == 0:
-        weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr())
+        weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
         return
+    # CUDA remembers the refusal, and torch would raise it at the next kernel, whose fault it is not.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
     _logger.warning(

@@ -16,6 +16,7 @@ from test_parity import accumulation, evaluation_between, one_step, reference_pa
 from tiny import (
     CHECKPOINTING,
     NUM_LAYERS,
+    build_base,
     build_model,
     fill_lora_b,
     find_differences,
@@ -132,6 +133,41 @@ def test_files_are_computed_with_where_they_lie(tmp_path):
     for facts in run_ranks(check_file, 2, folder):
         assert facts == {"placeholders": 0, "outside": 0, "cost": (0, 0, 0, 0, 0)}
     assert {file.name: file.read_bytes() for file in Path(folder).iterdir()} == before
+
+
+def test_wide_weights_are_aligned_as_torch_aligns_them(tmp_path):
+    """MKL adds in another order where a float32 matrix is not: the gradients differ in their last bits, now and then."""
+    build_base("llama").save_pretrained(tmp_path)
+    header_bytes = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    assert (8 + header_bytes) % 64, "this file is aligned by chance"
+    model = load(str(tmp_path), placement="file", dtype=torch.float32)
+    assert all(p.data_ptr() % 64 == 0 for p in model.parameters() if not p.requires_grad)
+
+
+def check_own_memory(rank: int, folder: str, placement: str) -> int:
+    def read() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    load(str(Path(folder).parent / "small"), dtype=torch.bfloat16, placement=placement)  # imports, caches
+    before = read()
+    model = load(folder, dtype=torch.bfloat16, placement=placement, checkpointing="non-reentrant")
+    one_step(model)
+    return read() - before
+
+
+def test_ranks_on_files_share_one_copy(tmp_path):
+    """A private page for each rank is a full copy of the base again, in memory that the kernel cannot take back."""
+    build_base("llama", torch.bfloat16).save_pretrained(tmp_path / "small")
+    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=12)
+    base = build_base("llama", torch.bfloat16, **sizes)
+    base.save_pretrained(tmp_path / "large")
+    base_bytes = sum(p.numel() * 2 for p in base.parameters())
+    del base
+    assert base_bytes > 100 * 2**20
+    folder = str(tmp_path / "large")
+    assert all(grown < 0.2 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "file"))
+    assert all(grown > 0.8 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "replicate"))
 
 
 def check_uneven(rank: int, folder: str) -> tuple[int, int]:
