@@ -13,6 +13,7 @@ from . import dist
 from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
 from .model.adapters import base_test, find_adapter_parameters
+from .model.checkpointing import checkpoint_some
 from .model.homes import ShardedHomes, choose_resident
 from .model.loading import load_sharded
 from .model.sharding import ENGINE_ATTRIBUTE, shard_structure
@@ -48,7 +49,8 @@ def load(
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
-            `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`.
+            `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
+            `activation_checkpointing_layers`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
@@ -60,17 +62,18 @@ def load(
     """
     options = read_placement(placement=placement, **placement_options)
     own_device = join_launch()
+    resolved = _resolve(options)
     model = load_sharded(
         str(model_name_or_path),
         lora,
-        _resolve(options),
+        resolved,
         device or own_device,
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
     )
-    return _share_adapter(model)
+    return _finish(model, resolved)
 
 
 def shard(
@@ -107,10 +110,12 @@ def shard(
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch)
-    return _share_adapter(model.to(device))
+    return _finish(model.to(device), resolved)
 
 
-def _share_adapter(model: PeftModel) -> PeftModel:
+def _finish(model: PeftModel, resolved: ResolvedPlacement) -> PeftModel:
+    if resolved.activation_checkpointing_layers != "all":
+        checkpoint_some(model, resolved.activation_checkpointing_layers)
     adapter = find_adapter_parameters(model)
     dist.broadcast_(parameter.data for parameter in model.parameters() if parameter in adapter)
     return model

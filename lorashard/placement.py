@@ -41,10 +41,14 @@ class PlacementOptions(BaseModel):
     """Rows that go through a decoder layer at a time, so that a large batch takes one gather a layer and no more memory
     inside it; not given: the whole batch."""
 
+    activation_checkpointing_layers: Literal["auto", "all"] | int = "all"
+    """How many decoder layers activation checkpointing recomputes, spread evenly; the others keep their activations.
+    `auto` leaves out as many as memory allows."""
+
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
         meant = self.combine()
-        for name, least in (("resident_layers", 0), ("shard_group_size", 1)):
+        for name, least in (("resident_layers", 0), ("shard_group_size", 1), ("activation_checkpointing_layers", 0)):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ValueError(f"{name}: expected {least} or more, found {value}")
@@ -81,6 +85,7 @@ class ResolvedPlacement:
     Attributes:
         group_size: ranks that a unit is sharded over.
         resident_layers: decoder layers that stay whole, or `all` units.
+        activation_checkpointing_layers: decoder layers that are recomputed where activation checkpointing is on.
     """
 
     placement: Placement
@@ -88,6 +93,7 @@ class ResolvedPlacement:
     resident_layers: Literal["all"] | int
     prefetch: int
     layer_microbatch_size: int | None
+    activation_checkpointing_layers: Literal["all"] | int = "all"
 
 
 def read_placement(**options: object) -> PlacementOptions:
@@ -122,7 +128,15 @@ def resolve_placement(options: PlacementOptions, world_size: int, local_world_si
             f"shard_group_size: expected a divisor of the {world_size} ranks, found {asked} ({group_size} ranks)"
         )
     resident = 0 if meant["resident_layers"] == "auto" else meant["resident_layers"]
-    return ResolvedPlacement(placement, group_size, resident, options.prefetch, options.layer_microbatch_size)
+    checkpointed = options.activation_checkpointing_layers
+    return ResolvedPlacement(
+        placement,
+        group_size,
+        resident,
+        options.prefetch,
+        options.layer_microbatch_size,
+        "all" if checkpointed == "auto" else checkpointed,
+    )
 
 
 def explain_placement(options: PlacementOptions) -> str | None:

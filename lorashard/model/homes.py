@@ -12,7 +12,7 @@ from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placehold
 from .converted import find_converted
 from .mapped import MappedFiles
 from .sources import CheckpointSource, Source, fill_shard, plan_unit
-from .units import LAYER, FoundUnit, FoundWeight, Structure
+from .units import LAYER, FoundUnit, FoundWeight, Structure, spread
 from .weights import BaseWeights
 
 MakeHome = Callable[[FoundUnit], Home]
@@ -105,7 +105,4 @@ def choose_resident(structure: Structure, resident_layers: str | int) -> list[Fo
     """Return the units that stay whole: all, or that many decoder layers, spread evenly."""
     if resident_layers == "all":
         return structure.units
-    layers = [unit for unit in structure.units if unit.kind == LAYER]
-    count = min(int(resident_layers), len(layers))
-    # The middle of each of `count` equal stretches.
-    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+    return spread([unit for unit in structure.units if unit.kind == LAYER], int(resident_layers))

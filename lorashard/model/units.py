@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from ..engine import Owner, Placeholder
 from ..errors import CheckpointError
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -140,6 +143,12 @@ def find_structure(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) ->
 
     ordered = [embedding_visit, tied_visit, *layer_visits, head_visit]
     return Structure([v for v in ordered if v.unit.weights and v.modules], spine)
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` of the items, or all if there are fewer, spread evenly: the middle of each equal stretch."""
+    count = min(count, len(items))
+    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
 
 
 def _find_weights(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> list[FoundWeight]:

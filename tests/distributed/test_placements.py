@@ -136,7 +136,7 @@ def test_files_are_computed_with_where_they_lie(tmp_path):
 
 
 def test_wide_weights_are_aligned_as_torch_aligns_them(tmp_path):
-    """MKL adds in another order where a float32 matrix is not: the gradients differ in their last bits, now and then."""
+    """MKL adds in another order where a float32 matrix is not: gradients differ in their last bits, at times."""
     build_base("llama").save_pretrained(tmp_path)
     header_bytes = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
     assert (8 + header_bytes) % 64, "this file is aligned by chance"
@@ -228,6 +228,25 @@ def test_placements_cost_what_they_say(tmp_path, world_size):
             assert stats.num_resident == len(found["all"][2]) and stats.bytes_at_rest >= base_bytes - 512 * 9
             assert (stats.num_gathers, stats.num_copies, stats.slot_bytes) == (0, 0, 0)
         assert (file.num_gathers, file.num_copies, file.bytes_at_rest, file.host_bytes_at_rest) == (0, 0, 0, 0)
+
+
+def check_some_checkpointed(rank: int, folder: str) -> list[str]:
+    wrong = []
+    reference = load(folder, placement="replicate", checkpointing="off")
+    for checkpointing, (placement, count) in itertools.product(
+        ("non-reentrant", "reentrant"), (("shard", 2), ("host", 0), ("file", 9), ("shard", 1))
+    ):
+        model = load(folder, placement=placement, activation_checkpointing_layers=count, checkpointing=checkpointing)
+        flags = [layer.gradient_checkpointing for layer in model.get_base_model().model.layers]
+        if sum(flags) != min(count, NUM_LAYERS):
+            wrong.append(f"{count} layers: {flags}")
+        wrong += find_differences(one_step(model), one_step(reference))
+    return wrong
+
+
+def test_some_layers_are_recomputed(tmp_path):
+    """Trainer switches activation checkpointing on for all layers when training begins, over whatever was chosen."""
+    assert run_ranks(check_some_checkpointed, 2, save_base(tmp_path / "base", "llama")) == [[], []]
 
 
 def check_groups(rank: int, folder: str) -> list[tuple[int, ...]]:

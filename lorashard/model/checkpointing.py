@@ -1,0 +1,44 @@
+"""Activation checkpointing for some of the decoder layers, where memory is left for the others to keep their own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError
+from .units import find_decoder_stack, spread
+
+
+def checkpoint_some(model: PeftModel, num_layers: int) -> None:
+    """Let activation checkpointing, whoever switches it on, recompute `num_layers` decoder layers, spread evenly.
+
+    Trainer switches it on when training begins, so what it calls is wrapped.
+
+    Raises:
+        ConfigError: the decoder layers do not checkpoint themselves as transformers' own do.
+    """
+    _, stack = find_decoder_stack(model)
+    if any(not hasattr(layer, "gradient_checkpointing") for layer in stack):
+        raise ConfigError(
+            f"activation_checkpointing_layers: {type(stack[0]).__name__} does not checkpoint itself as transformers' "
+            "layers do; leave the option out"
+        )
+    base: Any = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    base._set_gradient_checkpointing = _narrow(base._set_gradient_checkpointing, stack, num_layers)
+
+
+def _narrow(original: Any, stack: nn.ModuleList, num_layers: int) -> Any:
+    @functools.wraps(original)
+    def switch(enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        original(enable, *args, **kwargs)
+        if enable:
+            chosen = spread(list(stack), num_layers)
+            for layer in stack:
+                layer.gradient_checkpointing = any(layer is one for one in chosen)  # type: ignore[assignment]
+
+    return switch
