@@ -15,10 +15,11 @@ from .errors import ConfigError
 from .model.adapters import base_test, find_adapter_parameters
 from .model.checkpointing import checkpoint_some
 from .model.homes import ShardedHomes, choose_resident
+from .model.layer_major import split_layers
 from .model.loading import load_sharded
 from .model.sharding import ENGINE_ATTRIBUTE, shard_structure
 from .model.sources import MemorySource
-from .model.units import find_structure
+from .model.units import find_decoder_stack, find_structure
 from .placement import PlacementOptions, ResolvedPlacement, explain_placement, read_placement, resolve_placement
 
 _logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ def shard(
 
 
 def _finish(model: PeftModel, resolved: ResolvedPlacement) -> PeftModel:
+    if resolved.layer_microbatch_size is not None:
+        split_layers(list(find_decoder_stack(model)[1]), resolved.layer_microbatch_size)
     if resolved.activation_checkpointing_layers != "all":
         checkpoint_some(model, resolved.activation_checkpointing_layers)
     adapter = find_adapter_parameters(model)

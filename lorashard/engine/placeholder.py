@@ -13,6 +13,10 @@ from ..errors import ShardError
 _HARMLESS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
+class NoStorageError(ShardError, RuntimeError):
+    """What torch raises for a tensor without storage: who asks and can do without one, as TRL's offloading, does."""
+
+
 class Placeholder(torch.Tensor):
     """A parameter's name, shape, dtype and device, without storage; reading its numbers raises ShardError.
 
@@ -91,7 +95,9 @@ class Placeholder(torch.Tensor):
         return _read(self, "tolist").tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return _read(self, "untyped_storage").untyped_storage()
+        if self.reader is None:
+            raise NoStorageError(str(_refusal(self, "asked for its storage")))
+        return self.reader().untyped_storage()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return _read(self, "__dlpack__").__dlpack__(*args, **kwargs)

@@ -9,16 +9,18 @@ import json
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -78,23 +80,40 @@ def resolve_folder(model_name_or_path: str | Path, revision: str | None = None, 
             f"Model folder {path} does not exist (seen from {Path.cwd()}). "
             "Check the path, or give a hub id such as org/model."
         )
-    folder = _download(name, revision, _SMALL_FILES, allow_download)
-    index = folder / INDEX_NAME
-    weights = sorted(set(_read_weight_map(index).values())) if index.is_file() else [WEIGHTS_NAME]
-    # The same commit again, should the branch move between the two calls.
-    return _download(name, folder.name, weights, allow_download)
+    is_online = allow_download and not constants.HF_HUB_OFFLINE
+    with explain_hub_errors(name, revision):
+        folder = _download(name, revision, _SMALL_FILES, is_online)
+        index = folder / INDEX_NAME
+        weights = sorted(set(_read_weight_map(index).values())) if index.is_file() else [WEIGHTS_NAME]
+        # The same commit again, should the branch move between the two calls.
+        folder = _download(name, folder.name, weights, is_online)
+        # The cache may hold the tokenizer alone, which others downloaded: the hub's client does not notice.
+        if not is_online and not all((folder / weight).is_file() for weight in weights):
+            raise LocalEntryNotFoundError("the weights are missing")
+    return folder
 
 
-def _download(repo_id: str, revision: str | None, patterns: list[str], allow_download: bool) -> Path:
+def _download(repo_id: str, revision: str | None, patterns: list[str], is_online: bool) -> Path:
+    folder = snapshot_download(
+        repo_id,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=_FOREIGN_FILES,
+        local_files_only=not is_online,
+    )
+    return Path(folder)
+
+
+@contextmanager
+def explain_hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turn what the hub's client raises about a model into one line that says what to do.
+
+    Raises:
+        CheckpointError: The hub has no such model, or does not give it, or it cannot be reached.
+    """
     where = f"{repo_id} (revision {revision or 'main'})"
     try:
-        folder = snapshot_download(
-            repo_id,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=_FOREIGN_FILES,
-            local_files_only=not allow_download,
-        )
+        yield
     except HFValidationError as error:
         raise CheckpointError(
             f"Model {repo_id!r} is neither a folder here nor a hub id of the form org/model. Check the spelling."
@@ -105,24 +124,35 @@ def _download(repo_id: str, revision: str | None, patterns: list[str], allow_dow
             "then log in with `hf auth login` or set HF_TOKEN."
         ) from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"There is no folder {repo_id!r} here and no model {repo_id} on the hub that you may see. "
-            "Check the spelling; for a private model log in with `hf auth login` or set HF_TOKEN."
-        ) from error
+        raise CheckpointError(_explain_unseen(repo_id)) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(
             f"The hub's {repo_id} has no revision {revision!r}. Give a branch, tag or commit that it has."
         ) from error
     except LocalEntryNotFoundError as error:
+        reason = _in_one_line(error.__cause__) if error.__cause__ else "offline, or downloads are switched off"
         raise CheckpointError(
             f"There is no folder {repo_id!r} here, and {where} is not whole in the hub's cache while the hub cannot be "
-            "asked (offline, or downloads are switched off). Check the path, or go online once and download it."
+            f"asked ({reason}). Check the path, or go online once and download it."
         ) from error
-    except HfHubHTTPError as error:
+    except (HTTPError, OSError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+            raise CheckpointError(_explain_unseen(repo_id)) from error
         raise CheckpointError(
-            f"The hub failed to deliver {where}: {error}. Try again, or give a local folder."
+            f"{where} could not be downloaded from the hub: {_in_one_line(error)}. Try again (files that arrived whole "
+            "are kept), or give a local folder."
         ) from error
-    return Path(folder)
+
+
+def _explain_unseen(repo_id: str) -> str:
+    return (
+        f"There is no folder {repo_id!r} here and no model {repo_id} on the hub that you may see. "
+        "Check the spelling; for a private model log in with `hf auth login` or set HF_TOKEN."
+    )
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -182,7 +212,7 @@ class Checkpoint:
         if absent:
             raise CheckpointError(
                 f"{folder / INDEX_NAME} names weight files that are not there: {shorten(absent)}. "
-                "The download or copy is incomplete: fetch the files again."
+                "The download or copy is incomplete: download the files again."
             )
         tensors: dict[str, StoredTensor] = {}
         header_bytes = 0
@@ -204,7 +234,7 @@ class Checkpoint:
         if strays:
             raise CheckpointError(
                 f"{folder / INDEX_NAME} names tensors that are not in their files: {shorten(strays)}. "
-                "Index and files are from different checkpoints: fetch them again."
+                "Index and files are from different checkpoints: download them again."
             )
         return cls(folder, tensors, header_bytes)
 
@@ -279,10 +309,10 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{index} is not valid JSON ({error}). Fetch the file again.") from error
+        raise CheckpointError(f"{index} is not valid JSON ({error}). Download the file again.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map of tensor names to file names. Fetch the file again.")
+        raise CheckpointError(f"{index} has no weight_map of tensor names to file names. Download the file again.")
     return weight_map
 
 
@@ -297,20 +327,20 @@ def _read_header(file: Path) -> tuple[dict[str, StoredTensor], int]:
         if len(prefix) < 8 or header_bytes > MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"{file} ({file_bytes} bytes) does not begin with the length of a safetensors header: it is damaged or "
-                "not a safetensors file. Fetch the file again."
+                "not a safetensors file. Download the file again."
             )
         if 8 + header_bytes > file_bytes:
             raise CheckpointError(
                 f"{file} is truncated: its header should end at byte {8 + header_bytes}, the file has {file_bytes}. "
-                "Fetch the file again."
+                "Download the file again."
             )
         raw = stream.read(header_bytes)
     try:
         header = json.loads(raw)
     except ValueError as error:
-        raise CheckpointError(f"The header of {file} is damaged ({error}). Fetch the file again.") from error
+        raise CheckpointError(f"The header of {file} is damaged ({error}). Download the file again.") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"The header of {file} is damaged: expected a JSON object. Fetch the file again.")
+        raise CheckpointError(f"The header of {file} is damaged: expected a JSON object. Download the file again.")
     header.pop("__metadata__", None)
     tensors = {key: _parse_entry(file, 8 + header_bytes, key, entry) for key, entry in header.items()}
     _check_contiguous(file, 8 + header_bytes, file_bytes, tensors.values())
@@ -322,9 +352,9 @@ def _parse_entry(file: Path, data_begin_byte: int, key: str, entry: object) -> S
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{damaged}: no dtype, shape and data_offsets in {entry}. Fetch it again.") from error
+        raise CheckpointError(f"{damaged}: no dtype, shape and data_offsets in {entry}. Download it again.") from error
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-        raise CheckpointError(f"{damaged}: shape and offsets must be whole numbers, found {entry}. Fetch it again.")
+        raise CheckpointError(f"{damaged}: shape and offsets must be whole numbers, found {entry}. Download it again.")
     if dtype_name not in DTYPES:
         raise CheckpointError(
             f"Tensor {key} in {file} has dtype {dtype_name}, which is not supported (only {', '.join(DTYPES)}). "
@@ -334,7 +364,7 @@ def _parse_entry(file: Path, data_begin_byte: int, key: str, entry: object) -> S
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
             f"{damaged}: {dtype_name} of shape {list(shape)} takes {math.prod(shape) * dtype.itemsize} bytes, its "
-            f"offsets [{begin}, {end}) say {end - begin}. Fetch the file again."
+            f"offsets [{begin}, {end}) say {end - begin}. Download the file again."
         )
     return StoredTensor(key, file, dtype, shape, data_begin_byte + begin, end - begin)
 
@@ -347,17 +377,17 @@ def _check_contiguous(file: Path, data_begin_byte: int, file_bytes: int, tensors
             fault = "overlaps with" if tensor.begin_byte < position else "leaves a gap after"
             raise CheckpointError(
                 f"The header of {file} is damaged: tensor {tensor.key} begins at byte {tensor.begin_byte} and {fault} "
-                f"{before}, which ends at {position}. Fetch the file again."
+                f"{before}, which ends at {position}. Download the file again."
             )
         position, before = tensor.begin_byte + tensor.num_bytes, tensor.key
     if position > file_bytes:
         raise CheckpointError(
             f"{file} is truncated: its tensors should end at byte {position}, the file has {file_bytes} "
-            f"(the last one is {before}). Fetch the file again."
+            f"(the last one is {before}). Download the file again."
         )
     if position < file_bytes:
         raise CheckpointError(
-            f"{file} is damaged: its tensors end at byte {position}, but the file has {file_bytes}. Fetch it again."
+            f"{file} is damaged: its tensors end at byte {position}, but the file has {file_bytes}. Download it again."
         )
 
 
