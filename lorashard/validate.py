@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import constants, get_safetensors_metadata
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from huggingface_hub import constants, get_safetensors_metadata, model_info
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from .config import RunConfig
 from .data.options import DataOptions
@@ -15,7 +15,7 @@ from .data.tokenizer import load_tokenizer
 from .devices import check_device, choose_ranks, find_gpus
 from .errors import CheckpointError
 from .launch import check_output_dir
-from .model.checkpoint import Checkpoint, resolve_folder
+from .model.checkpoint import Checkpoint, explain_hub_errors, resolve_folder
 
 
 def validate(config: RunConfig) -> Iterator[str]:
@@ -65,11 +65,17 @@ def _describe_model(config: RunConfig) -> str:
 
 def _describe_hub_model(name: str, revision: str | None) -> str:
     """Read the headers of a model that is not on this machine."""
-    try:
-        metadata = get_safetensors_metadata(name, revision=revision)
-    except (NotASafetensorsRepoError, HfHubHTTPError) as error:
-        raise CheckpointError(
-            f"model {name!r} has no safetensors weights to read on the hub: {str(error).splitlines()[0]}"
-        ) from error
+    with explain_hub_errors(name, revision):
+        # First, since get_safetensors_metadata takes a missing repo or revision for one without weights.
+        commit = model_info(name, revision=revision).sha
+        try:
+            metadata = get_safetensors_metadata(name, revision=commit)
+        except NotASafetensorsRepoError as error:
+            raise CheckpointError(
+                f"The hub's {name} has no safetensors weights. Choose another model, or convert it first: load it with "
+                "transformers and call save_pretrained."
+            ) from error
+        except SafetensorsParsingError as error:
+            raise CheckpointError(f"The hub's {name} has damaged weights: {error}. Choose another revision.") from error
     num_tensors = sum(len(file.tensors) for file in metadata.files_metadata.values())
     return f"{num_tensors} tensors on the hub; finetune will download them"

@@ -14,6 +14,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from datasets.packaged_modules.cache.cache import Cache
+from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.file_download import repo_folder_name
 
 from ..errors import DataError
 
@@ -75,9 +79,25 @@ class HubSource:
     ignored: tuple[str, ...] = ()
 
     def identify(self) -> list[Any]:
-        """Return the dataset's place in the datasets library's cache: it holds the commit of what is read."""
+        """Return the dataset's place in the datasets library's cache: it holds the commit of what is read.
+
+        Raises:
+            DataError: It cannot be loaded, or the cache alone is at hand and holds another revision.
+        """
         builder = self._ask(datasets.load_dataset_builder)
+        # Without the hub the datasets library takes the newest rows in its cache, whatever revision was asked for.
+        if self.revision is not None and isinstance(builder, Cache) and builder.hash != self._find_cached_commit():
+            raise DataError(
+                f"dataset {self.name!r}: revision {self.revision} is not in the cache, and the hub cannot be asked. Go "
+                f"online once, or set dataset_revision to what the cache has: {builder.hash}"
+            )
         return [str(builder.cache_dir), self.split]
+
+    def _find_cached_commit(self) -> str:
+        assert self.revision is not None
+        folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=self.name, repo_type="dataset"))
+        ref = folder / "refs" / self.revision
+        return ref.read_text().strip() if ref.is_file() else self.revision
 
     def read(self) -> Iterator[Row]:
         """Download the split if it is not yet cached, and yield every row."""
@@ -92,11 +112,21 @@ class HubSource:
     def _ask(self, load: Any, **arguments: Any) -> Any:
         try:
             return load(self.name, self.config, revision=self.revision, **arguments)
+        except datasets.exceptions.DatasetNotFoundError as error:
+            advice = "Check the spelling; for a private or gated one, log in with `hf auth login` or set HF_TOKEN"
+            raise DataError(self._explain(error, advice)) from error
+        except (HTTPError, ConnectionError) as error:
+            raise DataError(self._explain(error, "Try again, or download it and give its folder")) from error
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise DataError(
-                f"dataset {self.name!r} is no file or folder here, and could not be loaded from the Hugging Face hub "
-                f"(config {self.config}, split {self.split}, revision {self.revision}): {_first_line(error)}"
-            ) from error
+            raise DataError(self._explain(error)) from error
+
+    def _explain(self, error: Exception, advice: str = "") -> str:
+        reason = _first_line(error)
+        return (
+            f"dataset {self.name!r} is no file or folder here, and could not be loaded from the Hugging Face hub "
+            f"(config {self.config}, split {self.split}, revision {self.revision}): "
+            + (f"{reason.rstrip('.')}. {advice}" if advice else reason)
+        )
 
 
 Source = FileSource | HubSource

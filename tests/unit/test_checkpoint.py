@@ -2,15 +2,22 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors.torch import save_file
 
 from lorashard.errors import CheckpointError
 from lorashard.model import checkpoint as checkpoint_module
-from lorashard.model.checkpoint import Checkpoint, resolve_folder
+from lorashard.model.checkpoint import Checkpoint, explain_hub_errors, resolve_folder
 
 
 def make_tensors():
@@ -286,14 +293,18 @@ def test_hub_ids_that_cannot_be_had_say_so(tmp_path, monkeypatch):
         (GatedRepoError, "it is gated. Ask for access at https://huggingface.co/org/model"),
         (RepositoryNotFoundError, "no model org/model on the hub that you may see"),
         (RevisionNotFoundError, "has no revision 'v1'"),
-        (HfHubHTTPError, "The hub failed to deliver org/model"),
+        (HfHubHTTPError, "org/model .revision v1. could not be downloaded from the hub: .* Try again"),
+        (LocalEntryNotFoundError, "asked .offline, or downloads are switched off.. Check the path"),
+        (OSError, "org/model .revision v1. could not be downloaded from the hub: OSError. Try again"),
     ],
 )
 def test_the_hubs_refusals_become_one_sentence(tmp_path, monkeypatch, error_class, message):
     """Each refusal needs another action from the person; gated is a kind of not found and must be told first."""
 
     def refuse(*args, **kwargs):
-        raise error_class.__new__(error_class)
+        error = error_class.__new__(error_class)
+        error.response = SimpleNamespace(status_code=500)
+        raise error
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint_module, "snapshot_download", refuse)
@@ -301,10 +312,31 @@ def test_the_hubs_refusals_become_one_sentence(tmp_path, monkeypatch, error_clas
         resolve_folder("org/model", revision="v1")
 
 
+def test_a_login_that_the_hub_does_not_accept_is_named(tmp_path, monkeypatch):
+    """With an outdated token the hub refuses public models too: trying again does not help."""
+    refusal = HfHubHTTPError.__new__(HfHubHTTPError)
+    refusal.response = SimpleNamespace(status_code=401)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="log in with `hf auth login`"), explain_hub_errors("org/model", None):
+        raise refusal
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_cache_without_the_weights_is_no_model(tmp_path, monkeypatch, is_offline):
+    """Loading a tokenizer alone makes a snapshot folder, which is not the model."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    monkeypatch.setattr(checkpoint_module.constants, "HF_HUB_OFFLINE", is_offline)
+    with pytest.raises(CheckpointError, match="is not whole in the hub's cache"):
+        resolve_folder("org/model", allow_download=is_offline)
+
+
 def test_hub_models_are_downloaded_by_the_names_in_their_index(tmp_path, monkeypatch):
     """Second copies of the weights (consolidated, .bin, .gguf, original/) must not be downloaded."""
     folder = tmp_path / "snapshots" / "0123"
     folder.mkdir(parents=True)
+    for name in ("model.safetensors", "model-00001.safetensors", "model-00002.safetensors"):
+        (folder / name).write_bytes(b"")
     calls = []
 
     def record(repo_id, *, revision, allow_patterns, ignore_patterns, local_files_only):
