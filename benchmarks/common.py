@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +66,61 @@ def return_free_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What processes reported, by rank (None from one that did not), and in a line what ended them early, if it did."""
+
+    reports: list[Any]
+    error: str | None
+
+
 def launch(script: Path, job: dict[str, Any], world_size: int, device: str, timeout_s: float = 900) -> list[Any]:
     """Run `script --job FILE` on `world_size` fresh ranks and return what each handed to `report`.
 
     torchrun starts them, and ends all of them when one fails.
     """
+    outcome = try_launch(script, job, world_size, device, timeout_s)
+    if outcome.error:
+        raise RuntimeError(f"{script.name}: {outcome.error}")
+    return outcome.reports
+
+
+def try_launch(script: Path, job: dict[str, Any], world_size: int, device: str, timeout_s: float) -> Outcome:
+    """Do as `launch` does, but return what failed, and what had been reported by then.
+
+    Args:
+        world_size: 0 means a single process that no launcher started.
+    """
+    num_processes = max(world_size, 1)
+    command = [sys.executable]
+    if world_size:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(count_threads(num_processes)), "PYTHONWARNINGS": "ignore"}
+    if device == "cpu":
+        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(count_threads(world_size)), "PYTHONWARNINGS": "ignore"}
-        if device == "cpu":
-            environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([*command, str(script), "--job", str(path)], env=environment, timeout=timeout_s, check=True)
-        return [json.loads((Path(folder) / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+        error = _run([*command, str(script), "--job", str(path)], environment, timeout_s)
+        files = [path.with_name(f"rank_{rank}.json") for rank in range(num_processes)]
+        reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    if error is None and None in reports:
+        error = f"rank {reports.index(None)} reported nothing"
+    return Outcome(reports, error)
+
+
+def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> str | None:
+    """Run `command` and return what went wrong, in a line, or None."""
+    process = subprocess.Popen(command, env=environment)
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {timeout_s:.0f} s"
+    finally:
+        if process.poll() is None:
+            process.terminate()  # never kill: torchrun would leave its ranks behind
+            process.wait()
+    return f"ended with exit code {code}" if code else None
 
 
 def count_threads(world_size: int) -> int:
@@ -86,8 +129,11 @@ def count_threads(world_size: int) -> int:
 
 
 def report(job_path: str, value: Any) -> None:
-    """Hand `value` of this rank to `launch`."""
-    (Path(job_path).parent / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(value))
+    """Hand `value` of this process to `launch`; a later one takes its place."""
+    path = Path(job_path).with_name(f"rank_{os.environ.get('RANK', '0')}.json")
+    written = path.with_suffix(".partial")
+    written.write_text(json.dumps(value))
+    written.replace(path)
 
 
 def summarise(values: Iterable[float]) -> dict[str, float]:
@@ -103,10 +149,11 @@ def largest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def describe_environment() -> dict[str, Any]:
     """Return what a record says of where it was made: commit, versions, hardware."""
+    changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _git("rev-parse", "HEAD"),
-        "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "is_dirty": None if changes is None else bool(changes),
         "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
         "hardware": {
             "cpu": _read_field("/proc/cpuinfo", "model name"),
@@ -117,8 +164,12 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _git(*args: str) -> str:
-    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _git(*args: str) -> str | None:
+    """Return what git says, or None where there is no git, or only a copy of the files without their history."""
+    if shutil.which("git") is None:
+        return None
+    result = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    return None if result.returncode else result.stdout.strip()
 
 
 def _version(name: str) -> str | None:

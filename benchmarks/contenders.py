@@ -56,13 +56,18 @@ def add_lora(base: LlamaForCausalLM, size: ModelSize, activation_checkpointing: 
     """
     lora = LoraConfig(r=size.lora_r, lora_alpha=2 * size.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora, autocast_adapter_dtype=False)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable_parameters(model):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    fill_adapter(model)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def fill_adapter(model: PeftModel) -> None:
+    """Make the adapter bf16, seeded, and nowhere zero, without consuming the global random state."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainable_parameters(model):
+        values = torch.randn(parameter.shape, generator=generator) * 0.02
+        parameter.data = values.to(parameter.device, torch.bfloat16)
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -110,6 +115,13 @@ class Contender:
         return [parameter.grad.clone() for parameter in trainable_parameters(self.model)]
 
 
+class Alone(Contender):
+    """The model as it is, nothing around it."""
+
+    def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
+        return model
+
+
 class Ddp(Contender):
     """The base whole on every rank; only the adapter's gradients are communicated."""
 
@@ -130,28 +142,42 @@ class Fsdp2(Contender):
     def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
 
+        options = self.options(device)
         for layer in model.get_base_model().model.layers:
-            fully_shard(layer, reshard_after_forward=True)
-        fully_shard(model)
+            fully_shard(layer, reshard_after_forward=True, **options)
+        fully_shard(model, **options)
         return model
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        return {}
 
     def gradients(self) -> list[torch.Tensor]:
         found = [parameter.grad for parameter in trainable_parameters(self.model)]
         return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
+class Fsdp2Offload(Fsdp2):
+    """All parameters rest in pinned host memory; so do the adapter's, which the optimizer updates there."""
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+
+
 class Zero3(Contender):
     """DeepSpeed ZeRO-3 with the sizes that transformers fills in for "auto"; its optimizer works on fp32 copies."""
 
     name, title = "zero3", "PEFT + DeepSpeed ZeRO-3"
+    sharding_options: dict[str, Any] = {}
 
     def __init__(self, model: PeftModel, size: ModelSize, device: torch.device) -> None:
         import deepspeed
 
         optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-4)
-        self.model, self.optimizer, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(size)
-        )
+        config = deepspeed_config(size)
+        config["zero_optimization"] |= self.sharding_options
+        self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def backward(self, batch: Batch) -> float:
         loss = self.model(**batch).loss
@@ -165,6 +191,12 @@ class Zero3(Contender):
         from deepspeed.utils import safe_get_full_grad
 
         return [safe_get_full_grad(parameter).clone() for parameter in trainable_parameters(self.model)]
+
+
+class Zero3Offload(Zero3):
+    """The parameters rest in pinned host memory."""
+
+    sharding_options = {"offload_param": {"device": "cpu", "pin_memory": True}}
 
 
 def deepspeed_config(size: ModelSize) -> dict[str, Any]:
@@ -222,12 +254,19 @@ def build_contenders(
     return built
 
 
-def start_ranks(device_type: str) -> torch.device:
-    """Start the default process group from torchrun's environment and return this rank's device."""
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+def start_ranks(device_type: str, shares_gpu: bool = False) -> torch.device:
+    """Start the default process group from torchrun's environment and return this rank's device.
+
+    Args:
+        shares_gpu: the ranks compute on one GPU, which NCCL refuses; gloo moves their bytes through the host.
+    """
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", 0 if shares_gpu else int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if shares_gpu:
+        dist.init_process_group("gloo")
+    else:
         dist.init_process_group("nccl", device_id=device)
-        return device
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
+    return device

@@ -121,7 +121,10 @@ class Unit:
         Ranks: local; a gather that is still in flight is waited for.
         """
         assert self.slot is not None and self.state in (State.IDLE, State.UNSHARDING)
+        is_arriving = self.state is State.UNSHARDING
         self._settle(stream)
+        if is_arriving:  # nobody has read the slot, but its next filling must not overtake this one
+            self.slot.readers_done = stream.mark()
         self.slot.check_not_held()
         slot, self.slot = self.slot, None
         slot.owner = None

@@ -1,0 +1,119 @@
+"""The GPU's benchmark where no GPU is: its whole path on a tiny model, and its verdicts on made-up figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(out: Path, *options: str) -> tuple[dict, str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--shape", "tiny", "--steps", "1"]
+    result = subprocess.run(
+        [*command, "--out", str(out), *options], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(out.read_text()), result.stdout
+
+
+def check_contender(found: dict) -> None:
+    assert "error" not in found, found
+    assert list(found["batches"]) == ["16", "128", "32"]
+    for batch in found["batches"].values():
+        assert batch["step_s"]["median"] > 0 and len(batch["losses"]) == 3
+        assert batch["peak_bytes"] is batch["predicted_peak_bytes"] is batch["allocations_by_step"] is None
+
+
+def test_the_base_is_written_and_contenders_compute_alike(tmp_path):
+    """A GPU is at hand for minutes: a run that dies of a misspelt key there measures nothing."""
+    folder = tmp_path / "base"
+    record, table = run(tmp_path / "record.json", "--folder", str(folder), "--only", "host", "peft")
+    for name in ("peft", "host"):
+        check_contender(record["contenders"][name])
+    host = record["contenders"]["host"]
+    assert host["engine"]["host_bytes_at_rest"] > 0 and host["batches"]["16"]["copied_bytes_per_step"] > 0
+    # On a CPU the losses of all steps are equal, so all updates were; the base has to be the same one for that too.
+    assert record["bars"]["loss difference from plain PEFT"]["is_met"]
+    assert all(batch["largest_loss_difference"] == 0 for batch in host["batches"].values())
+    assert (folder / "tiny" / "model-00001.safetensors").stat().st_size > 4 * 2 * 128 * 64 * 3
+    assert "| lorashard, `host` | 128 |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_everything_runs(tmp_path):
+    """The peers and the two ranks take a minute more."""
+    record, _ = run(tmp_path / "record.json")
+    for name in ("peft", "replicate", "host", "file", "fsdp2"):
+        check_contender(record["contenders"][name])
+    assert record["checks"]["two_gloo_ranks"]["differing"] == 0
+    assert record["checks"]["two_gloo_ranks"]["num_gradients"] == 2 * 4 * 7 * 2  # passes, layers, linears, A and B
+    assert record["bars"]["loss difference from plain PEFT"] == {"found": 0, "at_most": 0.01, "is_met": True}
+    assert record["bars"]["host's use of the link, 16 tokens"]["is_met"] is None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """benchmarks/gpu.py as a module, whose processes are made up."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    return gpu
+
+
+def make_report(step_s: float, copied_bytes_per_s: float | None = None, losses=(12.0, 11.0), allocations: int = 0):
+    batch = {
+        "step_s": {"median": step_s},
+        "tokens_per_s": 1 / step_s,
+        "exposed_wait_s": 0.1,
+        "copied_bytes_per_s": copied_bytes_per_s,
+        "peak_bytes": 2**34,
+        "allocations_after_first_step": allocations,
+        "losses": list(losses),
+    }
+    return {"batches": {"512": batch, "16384": dict(batch)}}
+
+
+def test_bars_and_failures_are_recorded(gpu, monkeypatch):
+    """A contender that runs out of memory must not take the others' figures with it, nor a bar pass without one."""
+    reports = {
+        "prepare": {"host_to_device_bytes_per_s": 50e9},
+        "peft": make_report(1.0),
+        "replicate": make_report(1.03),
+        "host": make_report(1.05, 45e9, losses=(12.0, 11.05), allocations=1),
+        "file": make_report(1.2, 10e9),
+        "two_gloo_ranks": {"differing": 2},
+        "fsdp2": {"batches": {"512": {"error": "OutOfMemoryError: no"}}},
+    }
+
+    def launch(script, job, world_size, device, timeout_s):
+        found = reports.get(job.get("name", job["what"]))
+        return gpu.Outcome([found], None if found else "took longer than 60 s")
+
+    monkeypatch.setattr(gpu, "try_launch", launch)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    record = gpu.measure(gpu.parse_args())
+    record["hardware"]["gpus"] = ["NVIDIA H100 80GB HBM3"]
+    assert {title.split(",")[0]: one["is_met"] for title, one in record["bars"].items()} == {
+        "resident step / plain PEFT's": False,
+        "host's use of the link": True,
+        "host step / resident's": True,
+        "device allocations after the first step": False,
+        "loss difference from plain PEFT": True,
+        "differing gradients in the checks": False,
+        "peak / planned peak": None,
+    }
+    assert record["contenders"]["zero3"] == {"error": "not installed"}
+    assert record["checks"]["nccl_alone"] == {"error": "took longer than 60 s"}
+    table = gpu.make_tables(json.loads(json.dumps(record)))
+    for part in ("| FSDP2, CPUOffloadPolicy | 512 | OutOfMemoryError: no |", "| 90% |", "two_gloo_ranks: FAILED"):
+        assert part in table
+    assert gpu.slug(record["hardware"]["gpus"][0]) == "nvidia-h100-80gb-hbm3"
