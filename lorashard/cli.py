@@ -1,4 +1,4 @@
-"""The command line: `lorashard finetune | preview | validate | version`.
+"""The command line: `lorashard finetune | plan | preview | validate | version`.
 
 Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 128 + n after signal
 n. Heavy imports wait inside the commands: help and mistakes are answered without torch.
@@ -6,6 +6,7 @@ n. Heavy imports wait inside the commands: help and mistakes are answered withou
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -120,6 +121,59 @@ def _validate(ctx: typer.Context, config: _ConfigPath = None) -> int:
 
     for line in validate(run_config):
         print(line, flush=True)
+    return 0
+
+
+@app.command("plan", cls=_OptionsCommand, context_settings=_ANY_OPTIONS)
+def _plan(
+    ctx: typer.Context,
+    config: _ConfigPath = None,
+    gpu_type: Annotated[str | None, typer.Option("--gpu_type", "--gpu-type", help="Plan for these GPUs.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu_memory", "--gpu-memory", help="With this much memory each, such as 24GiB.")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, help="On this many machines; --gpus counts those of one.")
+    ] = 1,
+    peer_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--peer_gb_per_s", "--peer-gb-per-s", help="What a GPU receives from others of its machine.", min=0.001
+        ),
+    ] = None,
+    network_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--network_gb_per_s", "--network-gb-per-s", help="What a machine receives from others.", min=0.001
+        ),
+    ] = None,
+    epoch_tokens: Annotated[
+        int | None,
+        typer.Option("--epoch_tokens", "--epoch-tokens", min=1, help="Tokens of the data, to tell its time."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Say what each placement would cost.
+
+    Bytes, seconds, and which is chosen, from the model's config and headers alone: lorashard plan
+    --model_name_or_path M [--gpus N | --cpu N] [--gpu_type T --nodes N] [any option]
+    """
+    from .config import RunConfig
+
+    run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path",))
+    from .plan.hardware import HardwareOptions
+
+    wanted = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
+    from .forecast import find_cluster, plan_run
+
+    cluster, notes = find_cluster(run_config, wanted)
+    plan = plan_run(run_config, cluster, epoch_tokens=epoch_tokens, notes=notes)
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=1))
+        return 0
+    from .plan.table import render_plan
+
+    print(render_plan(plan, cluster.num_ranks))
     return 0
 
 

@@ -15,7 +15,7 @@ class DataOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    dataset: str
+    dataset: str = ""
     """A .jsonl, .json, .csv or .parquet file, a folder of such files, or the id of a Hugging Face hub dataset."""
     dataset_config: str | None = None
     """The configuration (subset) of a hub dataset."""

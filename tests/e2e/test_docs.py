@@ -119,3 +119,10 @@ def test_a_config_is_accepted(path):
     """A recipe with a key that nobody reads trains something else than it says."""
     config = RunConfig.resolve(path, ["--model", "m", "--dataset", "d", "--output_dir", "o"])
     assert config.model_name_or_path == "m"
+
+
+def test_the_headers_of_recipes_are_the_planners():
+    """A recipe whose figures are of last month's planner promises what does not fit."""
+    script = ROOT / "benchmarks" / "recipes.py"
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,187 @@
+"""Predict how training scales from 1 to 1,024 GPUs, flat against hybrid sharding: `docs/scaling.md`.
+
+    python benchmarks/scaling.py                   write docs/scaling.md from the record
+    python benchmarks/scaling.py --trace           trace the models anew first, and write the record
+    python benchmarks/scaling.py --table RECORD    print the document of a record
+
+Nothing here is measured. Activations and work are traced from the models' code and kept in a record, since they differ
+a little from one version of transformers to the next; the rest is arithmetic over the table of known GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RECORDS, ROOT, describe_environment, format_table, write_record
+from peft import LoraConfig, PeftModel
+from transformers import LlamaConfig
+
+from lorashard.placement import ResolvedPlacement
+from lorashard.plan.activations import Activations
+from lorashard.plan.choose import make_plan, name_placement
+from lorashard.plan.costs import Row, Workload, compute_row
+from lorashard.plan.hardware import Cluster, find_gpu_type, usable_bytes
+from lorashard.plan.size import ModelSize, build_meta_model, measure_model
+from lorashard.plan.trace import Microbatch, trace
+from lorashard.plan.tracker import Work
+
+RECORD = RECORDS / "scaling-activations.json"
+DOCUMENT = ROOT / "docs" / "scaling.md"
+GPU_TYPE = "h100-sxm"
+GPUS_PER_NODE = 8
+GPU_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
+TOKENS = (1024, 8192)
+# The shapes of the Llama 3.1 family: layers, hidden size, intermediate size, attention heads.
+SHAPES = {"8B": (32, 4096, 14336, 32), "70B": (80, 8192, 28672, 64), "405B": (126, 16384, 53248, 128)}
+LORA = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def build(name: str) -> PeftModel:
+    """Return a model of SHAPES with its adapter, on the meta device."""
+    num_layers, hidden_size, intermediate_size, num_heads = SHAPES[name]
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return build_meta_model(folder, LoraConfig(**LORA), torch.bfloat16)
+
+
+def trace_all() -> dict[str, dict[str, Any]]:
+    """Return the activations of one row of TOKENS tokens, by model and tokens; one layer stands for all."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in SHAPES:
+        for num_tokens in TOKENS:
+            values = dataclasses.asdict(trace(build(name), Microbatch(1, num_tokens)))
+            values["forward"], values["backward"] = values["forward"][-1], values["backward"][-1]
+            found.setdefault(name, {})[str(num_tokens)] = values
+    return found
+
+
+def read_activations(values: dict[str, Any], num_layers: int) -> Activations:
+    """Return what `trace_all` kept."""
+    layers = {way: (Work(**values[way]),) * num_layers for way in ("forward", "backward")}
+    return Activations(**values | layers | {"rest": Work(**values["rest"])})
+
+
+def make_cluster(num_gpus: int) -> Cluster:
+    """Return `num_gpus` GPUs on nodes of eight, which have 2 TiB of memory each."""
+    hardware = find_gpu_type(GPU_TYPE)
+    on_node = min(num_gpus, GPUS_PER_NODE)
+    return Cluster(hardware, on_node, num_gpus // on_node, usable_bytes(hardware.memory_bytes), 2 * 2**40)
+
+
+def shard_row(size: ModelSize, workload: Workload, cluster: Cluster, group_size: int) -> Row:
+    """Return the costs of sharding over groups of `group_size` GPUs."""
+    return compute_row(size, workload, cluster, ResolvedPlacement("shard", group_size, 0, 1, None, "all"))
+
+
+def make_rows(size: ModelSize, activations: Activations, num_tokens: int) -> Iterator[list[str]]:
+    """Yield a row of the table for each number of GPUs."""
+    workload = Workload(activations, num_tokens)
+    for num_gpus in GPU_COUNTS:
+        cluster = make_cluster(num_gpus)
+        plan = make_plan(size, workload, cluster)
+        cells = ["-"] * 5
+        if num_gpus > 1:
+            flat = shard_row(size, workload, cluster, num_gpus)
+            cells[0] = show(flat, num_gpus)
+            cells[3] = show_network(flat, cluster)
+        if cluster.num_nodes > 1:
+            hybrid = shard_row(size, workload, cluster, GPUS_PER_NODE)
+            cells[1] = show(hybrid, num_gpus)
+            cells[4] = "0"
+        best = "nothing fits"
+        if plan.chosen is not None:
+            best = f"{name_placement(plan.choice.placement, num_gpus)}: {plan.choice.tokens_per_s:,.0f}"
+        yield [f"{num_gpus:,}", cells[0], cells[1], best, cells[3], cells[4]]
+
+
+def show(row: Row, num_gpus: int) -> str:
+    """Return tokens a second of each GPU and the share of a step that waits."""
+    if row.lacks:
+        return "does not fit"
+    return f"{row.tokens_per_s / num_gpus:,.0f} ({row.wait_s / row.step_s:.0%})"
+
+
+def show_network(row: Row, cluster: Cluster) -> str:
+    """Return the GiB of the base that each node receives from others in a step."""
+    return f"{row.gathered_bytes * (cluster.num_nodes - 1) / cluster.num_nodes / 2**30:,.0f}"
+
+
+def render(record: dict[str, Any]) -> str:
+    """Return docs/scaling.md."""
+    hardware = find_gpu_type(GPU_TYPE)
+    parts = [
+        HEAD.format(
+            gpus=GPUS_PER_NODE,
+            gpu_type=GPU_TYPE,
+            flops=hardware.flops_per_s / 1e12,
+            peer=hardware.peer_bytes_per_s / 1e9,
+            network=hardware.network_bytes_per_s / 1e9,
+            torch=record["environment"]["versions"]["torch"],
+            transformers=record["environment"]["versions"]["transformers"],
+        )
+    ]
+    header = (
+        "GPUs",
+        "flat: tokens/s of each (waits)",
+        "hybrid: tokens/s of each (waits)",
+        "the plan's choice: tokens/s of all",
+        "flat: GiB into a node",
+        "hybrid: GiB into a node",
+    )
+    for name in SHAPES:
+        size = measure_model(build(name))
+        for num_tokens in TOKENS:
+            activations = read_activations(record["activations"][name][str(num_tokens)], len(size.layers))
+            rows = list(make_rows(size, activations, num_tokens))
+            parts += [f"## {name}, {num_tokens:,} tokens on each GPU a step", format_table(header, rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+HEAD = """# How training scales: a prediction
+
+Written by `python benchmarks/scaling.py`; a test keeps it so. **None of this is measured.** Nobody has run lorashard
+on more than one node: the bytes are the engine's (`tests/distributed/test_plan.py` compares the same formula with what
+2, 4 and 2 x 2 ranks count), the seconds are arithmetic over data sheets.
+
+Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, activation checkpointing, one row a step, {gpus} x
+{gpu_type} with 2 TiB of host memory on each node, {flops:.0f} TFLOPS, {peer:.0f} GB/s between the GPUs of a node and
+{network:.0f} GB/s into each node, as programs see them. Activations are traced with torch {torch} and transformers
+{transformers}.
+
+*Flat* shards the base over all GPUs, *hybrid* (`shard_group_size: node`) over those of each node, so that the base
+never crosses the network. *Waits* is the share of a step that waits for the base. The last two columns are what each
+node receives of the base in a step."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="store_true", help="trace the models anew and write the record")
+    parser.add_argument("--table", metavar="RECORD", type=Path, help="print the document of a record")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(render(json.loads(arguments.table.read_text())))
+        return
+    if arguments.trace:
+        write_record({"environment": describe_environment(), "activations": trace_all()}, RECORD)
+    DOCUMENT.write_text(render(json.loads(RECORD.read_text())))
+    print(f"wrote {DOCUMENT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Which placement is the fastest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import dist
+from ..errors import ConfigError, UserError
+from ..placement import PlacementOptions, ResolvedPlacement
+from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
+from .hardware import Cluster
+from .size import ModelSize
+
+# Predictions differ from the truth by more than this, so the simpler placement of two that are as close is taken.
+_TIE = 0.01
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every placement's costs, and the one to take.
+
+    Attributes:
+        model, cluster: what was planned for, in words.
+        rows: from the simplest placement to the last resort.
+        chosen: the index of a row, or None if none fits.
+        reason: why, in a sentence.
+        notes: what the reader should know of the figures.
+    """
+
+    model: str
+    cluster: str
+    free_bytes: int
+    rows: tuple[Row, ...]
+    chosen: int | None
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def choice(self) -> Row:
+        """The row to take.
+
+        Raises:
+            ConfigError: none fits.
+        """
+        if self.chosen is None:
+            raise ConfigError(self.reason)
+        return self.rows[self.chosen]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for a file or another program."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        """Return what `to_json` gave."""
+        rows = tuple(Row(**row | {"placement": ResolvedPlacement(**row["placement"])}) for row in values["rows"])
+        return cls(**values | {"rows": rows, "notes": tuple(values["notes"])})
+
+
+def make_plan(
+    size: ModelSize,
+    workload: Workload,
+    cluster: Cluster,
+    options: PlacementOptions | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Return the costs of every placement, and the fastest that fits.
+
+    Args:
+        options: what a person has chosen already. Other placements are shown, but not taken.
+    """
+    options = options or PlacementOptions()
+    candidates = list(_candidates(size, workload, cluster, options))
+    rows = [compute_row(size, workload, cluster, placement) for placement in candidates]
+    wanted = options.combine()["placement"]
+    allowed = [index for index, placement in enumerate(candidates) if wanted in ("auto", placement.placement)]
+    fitting = [index for index in allowed if rows[index].fits]
+    chosen = None
+    for index in fitting:
+        if chosen is None or rows[index].tokens_per_s > rows[chosen].tokens_per_s * (1 + _TIE):
+            chosen = index
+    reason = _explain(rows, allowed, chosen, cluster)
+    model = f"{size.name}: {size.num_parameters / 1e9:.2f} B parameters, {size.base_bytes / 2**30:.1f} GiB"
+    return Plan(model, str(cluster), cluster.free_bytes, tuple(rows), chosen, reason, tuple(notes))
+
+
+def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
+    """Return one plan on every rank, made by rank 0 for the rank that has least memory.
+
+    Ranks that planned apart would wait for each other for ever.
+
+    Args:
+        free_bytes: device memory that is free on this rank.
+        plan: makes the plan for that much memory.
+
+    Raises:
+        UserError: rank 0's, on every rank.
+
+    Ranks: collective over all ranks.
+    """
+    least_bytes = min(dist.gather_objects(free_bytes))
+    made: Plan | UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            made = plan(least_bytes)
+        except UserError as error:
+            made = error
+    made = dist.broadcast_object(made)
+    if isinstance(made, UserError):
+        raise made
+    assert made is not None
+    return made
+
+
+def name_placement(placement: ResolvedPlacement, num_ranks: int) -> str:
+    """Return a placement's name as the options are spelled."""
+    words: list[str] = [placement.placement]
+    if placement.placement in ("shard", "host") and placement.group_size != num_ranks:
+        words.append(f"shard_group_size {placement.group_size}")
+    if placement.resident_layers:
+        words.append(f"resident_layers {placement.resident_layers}")
+    if placement.activation_checkpointing_layers != "all":
+        words.append(f"activation_checkpointing_layers {placement.activation_checkpointing_layers}")
+    return ", ".join(words)
+
+
+def _candidates(
+    size: ModelSize, workload: Workload, cluster: Cluster, options: PlacementOptions
+) -> Iterator[ResolvedPlacement]:
+    """Yield what can be chosen, the simplest first."""
+    meant = options.combine()
+    everyone, on_node = cluster.num_ranks, cluster.ranks_per_node
+    is_cpu = cluster.hardware.device_type == "cpu"
+    asked_size, asked_layers = meant["shard_group_size"], meant["resident_layers"]
+
+    def make(placement: Any, group_size: int) -> ResolvedPlacement:
+        layers = 0 if asked_layers == "auto" or placement == "replicate" else asked_layers
+        recomputed = options.activation_checkpointing_layers
+        return ResolvedPlacement(
+            placement,
+            group_size,
+            layers,
+            options.prefetch,
+            options.layer_microbatch_size,
+            "all" if recomputed == "auto" else recomputed,
+        )
+
+    if asked_size is not None:
+        groups = [on_node if asked_size == "node" else asked_size]
+    else:
+        groups = [everyone, on_node] if cluster.num_nodes > 1 < on_node else [everyone]
+    streaming = [make("shard", group) for group in groups if everyone > 1]
+    if not is_cpu or meant["placement"] == "host":  # on a CPU the host's memory is the device's
+        streaming += [make("host", group) for group in groups]
+    for placement in [make("replicate", 1), *streaming, make("file", 1)]:
+        yield placement
+        if options.activation_checkpointing_layers == "auto" and workload.saved_activations is not None:
+            saving = fit_saving_layers(size, workload, cluster, placement)
+            if saving is not None:
+                yield saving
+        if placement.placement == "replicate":
+            continue
+        if asked_layers == "auto" and not (is_cpu and placement.placement == "file"):
+            resident = fit_resident_layers(size, workload, cluster, placement)
+            if resident is not None:
+                yield resident
+
+
+def _explain(rows: Sequence[Row], allowed: Sequence[int], chosen: int | None, cluster: Cluster) -> str:
+    num_ranks = cluster.num_ranks
+    if chosen is None:
+        least = min((rows[index] for index in allowed), key=lambda row: row.peak_bytes)
+        return (
+            f"nothing fits: {name_placement(least.placement, num_ranks)} needs least, {least.lacks}; take more or "
+            "larger GPUs, fewer tokens a microbatch, activation checkpointing, or a smaller lora_r"
+        )
+    row = rows[chosen]
+    name = name_placement(row.placement, num_ranks)
+    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
+    if row is rows[0] and row.fits:
+        return f"{name}: the whole base fits on each rank ({room}), and nothing is faster than to move none of it"
+    sentence = f"{name}: {row.tokens_per_s:,.0f} tokens/s in {room}, {row.wait_s / row.step_s:.0%} of a step waiting"
+    if rows[0].lacks:
+        sentence += f"; replicate would need {rows[0].lacks}"
+    slower = [
+        other.tokens_per_s
+        for index, other in enumerate(rows)
+        if index in allowed and other.fits and other.tokens_per_s * (1 + _TIE) < row.tokens_per_s
+    ]
+    return sentence + (f", the next best that fits reaches {max(slower):,.0f}" if slower else "")

@@ -1,0 +1,176 @@
+"""How large a model is: its units, in the order of a forward, and its adapter, from its config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import get_safetensors_metadata, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+
+from ..engine import Layout, plan_layout
+from ..errors import CheckpointError
+from ..model.adapters import base_test
+from ..model.checkpoint import Checkpoint
+from ..model.loading import build_skeleton
+from ..model.units import EMBEDDING, HEAD, LAYER, find_structure
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What is gathered at once; `layout` is that of one shard."""
+
+    name: str
+    kind: str
+    layout: Layout
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(field.shape) for field in self.layout.fields)
+
+    def shard_bytes(self, num_shards: int) -> int:
+        """Return what each of `num_shards` ranks keeps of it, padding included."""
+        return dataclasses.replace(self.layout, num_shards=num_shards).shard_bytes
+
+    def total_bytes(self, num_shards: int) -> int:
+        """Return the bytes that a gather makes whole."""
+        return dataclasses.replace(self.layout, num_shards=num_shards).total_bytes
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model's units, and its adapter.
+
+    Attributes:
+        units: each once.
+        visits: the unit at each stop of a forward, and as what; a tied embedding's unit comes first and last.
+        adapter_parameters: what trains.
+        adapter_bytes: of these parameters themselves.
+    """
+
+    name: str
+    units: tuple[UnitSize, ...]
+    visits: tuple[tuple[UnitSize, str], ...]
+    adapter_parameters: int
+    adapter_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(unit.num_parameters for unit in self.units)
+
+    @property
+    def base_bytes(self) -> int:
+        return sum(unit.total_bytes(1) for unit in self.units)
+
+    @property
+    def layers(self) -> tuple[UnitSize, ...]:
+        return tuple(unit for unit in self.units if unit.kind == LAYER)
+
+
+def build_meta_model(
+    model_name_or_path: str,
+    lora: LoraConfig,
+    dtype: torch.dtype,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PeftModel:
+    """Return a model with its adapter, all on the meta device, from its config alone.
+
+    Args:
+        model_name_or_path: a folder with a config.json, or a hub id, of which only the config is fetched.
+
+    Raises:
+        CheckpointError: there is no config to be had.
+    """
+    folder = _find_config(model_name_or_path, revision)
+    task_type = TaskType(lora.task_type) if lora.task_type else None
+    # A kernel package that is missing here must not keep anybody from planning for a machine that has it.
+    attention = attn_implementation if attn_implementation in ("eager", "sdpa") else None
+    skeleton = build_skeleton(model_name_or_path, folder, task_type, dtype, trust_remote_code, attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
+        return get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
+
+
+def measure_model(model: PeftModel) -> ModelSize:
+    """Return the sizes of a model's units and adapter; its weights are never read."""
+    structure = find_structure(model, base_test(model))
+    sizes = {
+        id(unit): UnitSize(
+            unit.name, unit.kind, plan_layout([(w.name, w.parameter.dtype, w.parameter.shape) for w in unit.weights], 1)
+        )
+        for unit in structure.units
+    }
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return ModelSize(
+        name=str(model.get_base_model().config.name_or_path),
+        units=tuple(sizes.values()),
+        visits=tuple((sizes[id(visit.unit)], visit.kind) for visit in structure.visits),
+        adapter_parameters=sum(parameter.numel() for parameter in trainable),
+        adapter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+    )
+
+
+def compare_with_headers(size: ModelSize, revision: str | None = None) -> str | None:
+    """Return a sentence if the weight files' headers tell of another model than the config, or cannot be read."""
+    folder = Path(size.name)
+    if folder.is_dir():
+        if not any(folder.glob("*.safetensors")):
+            return f"{size.name} holds no weights: planned from config.json alone"
+        with Checkpoint.open(folder) as checkpoint:
+            stored = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    else:
+        try:
+            metadata = get_safetensors_metadata(size.name, revision=revision)
+        except (NotASafetensorsRepoError, HfHubHTTPError, OSError) as error:
+            return (
+                f"the headers of {size.name} could not be read ({type(error).__name__}): planned from its config alone"
+            )
+        stored = sum(metadata.parameter_count.values())
+    if stored == size.num_parameters:
+        return None
+    return f"the weight files hold {stored:,} parameters, the model that the config describes {size.num_parameters:,}"
+
+
+def _find_config(model_name_or_path: str, revision: str | None) -> Path:
+    folder = Path(model_name_or_path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"Expected a config.json in {folder}, found none. Give the folder of a model.")
+        return folder
+    try:
+        return Path(hf_hub_download(model_name_or_path, "config.json", revision=revision)).parent
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"Model {model_name_or_path!r} is neither a folder here nor a hub id of the form org/model. "
+            "Check the spelling."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"There is no folder {model_name_or_path!r} here, and its config is not in the hub's cache while the hub "
+            "cannot be asked. Check the path, or go online once."
+        ) from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(
+            f"The hub has no config.json of {model_name_or_path} for you: {str(error).splitlines()[0]} "
+            "Check the spelling; for a gated or private model log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+
+
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "LAYER",
+    "ModelSize",
+    "UnitSize",
+    "build_meta_model",
+    "compare_with_headers",
+    "measure_model",
+]

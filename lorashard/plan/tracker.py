@@ -1,0 +1,129 @@
+"""Watch the operations that torch runs: how many bytes are alive at once, and how much work they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+# A matmul with fewer operations for each byte that it moves is bound by memory, such as LoRA's thin ones.
+_MIN_FLOPS_PER_BYTE = 100
+
+_aten = torch.ops.aten
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device has to do: matmul operations, bytes that everything but large matmuls moves, kernels to start."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    num_kernels: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.num_kernels + other.num_kernels
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(self.flops * factor, self.moved_bytes * factor, self.num_kernels * factor)
+
+
+class Tracker(TorchDispatchMode):
+    """While active, counts the bytes of storages that operations make, for as long as a tensor holds them.
+
+    Works on real tensors, and on fake ones, which have every property but numbers.
+
+    Attributes:
+        live_bytes: now.
+        peak_bytes: the most at once since `take_peak`.
+        work: of all operations so far.
+    """
+
+    def __init__(self, ignored: Iterable[torch.Tensor] = (), is_for_cuda: bool = False) -> None:
+        """Begin at nothing.
+
+        Args:
+            ignored: their storages are not counted.
+            is_for_cuda: whether attention's backward takes the workspace that its CUDA kernel takes.
+        """
+        super().__init__()
+        self._is_for_cuda = is_for_cuda
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.work = Work()
+        self._num_bytes: dict[int, int] = {}
+        for tensor in ignored:
+            self._num_bytes[tensor.untyped_storage()._cdata] = 0
+
+    def take_peak(self) -> int:
+        """Return the peak since the last call, and begin a new one."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return output
+        made = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+        for tensor in made:
+            self._add(tensor)
+        if self._is_for_cuda and func._overloadpacket is _ATTENTION[1]:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + _count_attention_workspace(*args[1:3]))
+        if not func.is_view and made:
+            self._add_work(func, args, kwargs, output, made)
+        return output
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._num_bytes:
+            return
+        self._num_bytes[key] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live_bytes -= self._num_bytes.pop(key)
+
+    def _add_work(self, func: Any, args: Any, kwargs: Any, output: Any, made: list[torch.Tensor]) -> None:
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in used + made)
+        flops = _count_flops(func, args, kwargs, output)
+        is_thin = flops < moved_bytes * _MIN_FLOPS_PER_BYTE
+        self.work += Work(flops, moved_bytes if is_thin else 0, 1)
+
+
+def _count_attention_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return what flash attention's backward allocates: the query's gradient in fp32, and grouped heads' one by one."""
+    each_head = 2 * query.numel() * query.element_size() if key.shape[1] < query.shape[1] else 0
+    return 4 * query.numel() + each_head
+
+
+def _count_flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+    packet = func._overloadpacket
+    if packet in _ATTENTION:
+        is_backward = packet is _ATTENTION[1]
+        query, key = args[1:3] if is_backward else args[:2]
+        is_causal = kwargs.get("is_causal", False) or any(argument is True for argument in args)
+        # Two matmuls forward, five backward; a causal kernel skips half.
+        return query.numel() * key.shape[-2] * (10 if is_backward else 4) * (0.5 if is_causal else 1)
+    if packet is getattr(_aten, "_grouped_mm", None):
+        return 2 * args[0].numel() * args[1].shape[-1]
+    count = flop_registry.get(packet)
+    return count(*args, **kwargs, out_val=output) if count else 0.0

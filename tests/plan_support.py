@@ -1,0 +1,39 @@
+"""What the tests of the plan share: sizes and traces of tiny models, from their configs."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from tiny import add_lora, build_base, set_checkpointing
+from transformers import PreTrainedModel
+
+from lorashard.plan.size import build_meta_model
+from lorashard.plan.trace import Microbatch
+
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def build_meta(base: PreTrainedModel, dropout: float = 0.0, **lora: Any):
+    """Return what the plan makes of `base`'s config alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        base.config.save_pretrained(folder)
+        config = LoraConfig(**LORA | lora, lora_dropout=dropout)
+        return build_meta_model(folder, config, base.dtype)
+
+
+def build_trained(base: PreTrainedModel, microbatch: Microbatch, dropout: float = 0.0, **lora: Any):
+    """Return `base` with an adapter, ready to train as `microbatch` says."""
+    model = add_lora(base, dropout, **lora)
+    if microbatch.checkpointing is not None:
+        set_checkpointing(model, "non-reentrant")
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def build_sized(family: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
+    """Return a seeded base in which activations outweigh what an allocator rounds up."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 5}
+    return build_base(family, dtype, **wide | sizes)

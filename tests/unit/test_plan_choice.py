@@ -1,0 +1,251 @@
+"""What is chosen and why, from sizes and speeds made up for the test: no model, no measuring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lorashard.engine import plan_layout
+from lorashard.errors import ConfigError
+from lorashard.placement import PlacementOptions, ResolvedPlacement
+from lorashard.plan.activations import Activations, recompute_some
+from lorashard.plan.choose import Plan, make_plan, name_placement
+from lorashard.plan.costs import Workload, compute_row, count_adapter_bytes, gather_seconds
+from lorashard.plan.hardware import Cluster, Hardware
+from lorashard.plan.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
+from lorashard.plan.table import render_plan
+from lorashard.plan.tracker import Work
+
+GIB = 2**30
+NUM_LAYERS = 8
+GPU = Hardware(
+    name="gpu",
+    device_type="cuda",
+    memory_bytes=24 * GIB,
+    flops_per_s=1e14,
+    memory_bytes_per_s=1e12,
+    host_bytes_per_s=25e9,
+    file_bytes_per_s=9e9,
+    peer_bytes_per_s=200e9,
+    network_bytes_per_s=50e9,
+    kernel_s=0.0,
+    is_overlapping=True,
+)
+
+
+def make_unit(name: str, kind: str, num_bytes: int) -> UnitSize:
+    return UnitSize(name, kind, plan_layout([("weight", torch.bfloat16, (num_bytes // 2,))], 1))
+
+
+def make_size(layer_bytes: int = GIB) -> ModelSize:
+    """Return a model of NUM_LAYERS layers and two small units around them."""
+    embedding, head = make_unit("embedding", EMBEDDING, GIB // 8), make_unit("head", HEAD, GIB // 8)
+    layers = [make_unit(f"layers.{i}", LAYER, layer_bytes) for i in range(NUM_LAYERS)]
+    visits = ((embedding, EMBEDDING), *((layer, LAYER) for layer in layers), (head, HEAD))
+    return ModelSize("made-up", (embedding, *layers, head), visits, 1000, 4000)
+
+
+def make_activations(layer_s: float = 0.1, peak_bytes: int = GIB, recompute: int = 2) -> Activations:
+    """Return a microbatch whose layers compute for `layer_s` forward on GPU."""
+    forward, backward = Work(layer_s * GPU.flops_per_s), Work(recompute * layer_s * GPU.flops_per_s)
+    return Activations(
+        peak_bytes // 2, peak_bytes // 2, 0, 0, (forward,) * NUM_LAYERS, (backward,) * NUM_LAYERS, Work()
+    )
+
+
+def make_cluster(ranks: int = 4, nodes: int = 1, free_bytes: int = 24 * GIB, **hardware: Any) -> Cluster:
+    return Cluster(replace(GPU, **hardware), ranks, nodes, free_bytes, 512 * GIB)
+
+
+def plan(size=None, activations=None, cluster=None, **options: Any) -> Plan:
+    workload = Workload(activations or make_activations(), 4096)
+    return make_plan(size or make_size(), workload, cluster or make_cluster(), PlacementOptions(**options))
+
+
+def name_choice(made: Plan, cluster: Cluster) -> str:
+    return name_placement(made.choice.placement, cluster.num_ranks)
+
+
+def test_a_base_that_fits_is_replicated():
+    """Catches a model sharded that fits on each GPU, which costs a third of the speed."""
+    made = plan()
+    assert made.chosen == 0
+    assert made.choice.placement.placement == "replicate"
+    assert "the whole base fits on each rank (9.3 of 24.0 GiB)" in made.reason
+
+
+def test_the_fastest_that_fits_is_chosen():
+    """Catches a choice by order alone: which of gathers and host copies is faster depends on the links."""
+    cluster = make_cluster(free_bytes=7 * GIB)
+    slow_peers = make_cluster(free_bytes=7 * GIB, peer_bytes_per_s=5e9, host_bytes_per_s=50e9)
+    quick = make_activations(layer_s=0.001)
+    assert name_choice(plan(cluster=cluster, activations=quick), cluster).startswith("shard")
+    # One GPU has no peers: there is the host, and there are files.
+    alone = make_cluster(1, free_bytes=7 * GIB)
+    assert name_choice(plan(cluster=alone, activations=quick), alone).startswith("host")
+    row = plan(cluster=slow_peers, activations=quick).choice
+    assert row.wait_s > 0.5 * row.step_s
+
+
+def test_of_equals_the_simplest_is_chosen():
+    """Catches memory spent on resident layers that gain nothing, since every gather is hidden."""
+    cluster = make_cluster(free_bytes=9 * GIB)
+    assert name_choice(plan(cluster=cluster), cluster) == "shard"
+
+
+def test_resident_layers_are_the_most_that_fit():
+    """Catches spare memory left unused where it would save gathers, and one layer too many."""
+    cluster = make_cluster(free_bytes=9 * GIB, peer_bytes_per_s=5e9, host_bytes_per_s=2e8, file_bytes_per_s=2e8)
+    made = plan(cluster=cluster, activations=make_activations(layer_s=0.001))
+    assert name_choice(made, cluster) == "shard, resident_layers 3"
+    more = replace(made.choice.placement, resident_layers=4)
+    workload = Workload(make_activations(layer_s=0.001), 4096)
+    assert compute_row(make_size(), workload, cluster, more).lacks is not None
+
+
+def test_nothing_that_fits_is_a_sentence_and_no_choice():
+    """Catches an out-of-memory error in the first step, where the plan knew better."""
+    made = plan(activations=make_activations(peak_bytes=40 * GIB))
+    assert made.chosen is None
+    assert "nothing fits: " in made.reason and "of 24.0 GiB" in made.reason
+    with pytest.raises(ConfigError, match="nothing fits"):
+        _ = made.choice
+
+
+def test_what_was_asked_for_is_kept():
+    """Catches a plan that overrules the user, or leaves out the row that was asked for."""
+    asked: dict[str, Any]
+    for asked, expected in (
+        ({"placement": "host"}, "host"),
+        ({"placement": "shard", "shard_group_size": 2}, "shard, shard_group_size 2"),
+        ({"placement": "file", "resident_layers": 3}, "file, resident_layers 3"),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "shard, resident_layers all"),
+        ({"placement": "shard", "activation_checkpointing_layers": 4}, "shard, activation_checkpointing_layers 4"),
+    ):
+        made = plan(**asked)
+        found = name_choice(made, make_cluster())
+        assert found.startswith(expected), (asked, found)
+        assert made.rows[0].placement.placement == "replicate"
+    assert plan(prefetch=3).choice.placement.prefetch == 3
+
+
+def test_a_placement_that_was_asked_for_and_does_not_fit_is_refused():
+    """Catches another placement taken in silence."""
+    made = plan(placement="replicate", cluster=make_cluster(free_bytes=7 * GIB))
+    assert made.chosen is None
+    assert made.reason.startswith("nothing fits: replicate needs least, 9.3 of 7.0 GiB")
+
+
+def test_between_nodes_the_base_stays_inside_them():
+    """Catches a slow network under every gather, where nodes could shard by themselves."""
+    cluster = make_cluster(8, nodes=4, free_bytes=7 * GIB, network_bytes_per_s=3e9)
+    activations = make_activations(layer_s=0.01)
+    assert "shard_group_size 8" in name_choice(plan(activations=activations, cluster=cluster), cluster)
+    rows = {name_placement(row.placement, 32): row for row in plan(activations=activations, cluster=cluster).rows}
+    flat, hybrid = rows["shard"], rows["shard, shard_group_size 8"]
+    assert flat.rest_bytes < hybrid.rest_bytes / 3
+    assert flat.wait_s > hybrid.wait_s
+
+
+def test_more_tokens_hide_the_transfer():
+    """Catches times that are added where they overlap: streaming from the host pays with enough tokens."""
+    cluster = make_cluster(1, free_bytes=7 * GIB)
+    size = make_size()
+    # A layer's copy takes as long as its forward at this point; its backward takes twice as long.
+    break_even_s = GIB / cluster.hardware.host_bytes_per_s
+    placement = ResolvedPlacement("host", 1, 0, 1, None, "all")
+    shares = []
+    for factor in (0.1, 0.3, 0.5, 2):
+        workload = Workload(make_activations(layer_s=break_even_s * factor), 1)
+        row = compute_row(size, workload, cluster, placement)
+        shares.append(row.wait_s / row.step_s)
+    assert shares[0] > 0.6
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.02
+
+
+def test_transfers_that_cannot_overlap_are_added():
+    """Catches a CPU's gathers, made by the cores that compute, taken for free."""
+    workload = Workload(make_activations(), 1)
+    placement = ResolvedPlacement("shard", 4, 0, 1, None, "all")
+    beside, between = (
+        compute_row(make_size(), workload, make_cluster(is_overlapping=overlaps), placement)
+        for overlaps in (True, False)
+    )
+    assert beside.wait_s < between.wait_s
+    assert between.wait_s == pytest.approx(between.gathered_bytes * 3 / 4 / GPU.peer_bytes_per_s, rel=0.05)
+
+
+def test_layers_may_save_what_memory_is_left_for():
+    """Catches memory left unused that would spare recomputation, and a mixture of the two that is told wrong."""
+    recomputed, saved = make_activations(peak_bytes=GIB), make_activations(peak_bytes=16 * GIB, recompute=1)
+    half = recompute_some(recomputed, saved, NUM_LAYERS // 2)
+    assert half.saved_bytes == (recomputed.saved_bytes + saved.saved_bytes) // 2
+    assert sum(work.flops for work in half.backward) == pytest.approx(1.5 * sum(work.flops for work in saved.backward))
+    workload = Workload(recomputed, 4096, saved_activations=saved)
+    options = PlacementOptions(placement="replicate", activation_checkpointing_layers="auto")
+    made = make_plan(make_size(), workload, make_cluster(free_bytes=22 * GIB), options)
+    layers = made.choice.placement.activation_checkpointing_layers
+    assert isinstance(layers, int) and 0 < layers < NUM_LAYERS
+    fewer = replace(made.choice.placement, activation_checkpointing_layers=layers - 1)
+    assert compute_row(make_size(), workload, make_cluster(free_bytes=22 * GIB), fewer).lacks
+
+
+def test_host_memory_is_limited_too():
+    """Catches a base planned into more host memory than the node has."""
+    small = replace(make_cluster(free_bytes=7 * GIB), free_host_bytes=4 * GIB)
+    rows = {row.placement.placement: row for row in plan(cluster=small).rows if not row.placement.resident_layers}
+    assert rows["host"].lacks == "8.2 of 4.0 GiB of host memory on a node"
+    assert rows["file"].fits
+
+
+def test_on_a_cpu_files_are_mapped_and_host_memory_is_the_device():
+    """Catches slots for weights that are used where they lie, and two rows for one thing."""
+    cluster = make_cluster(2, device_type="cpu", free_bytes=2 * GIB)
+    made = plan(cluster=cluster)
+    assert [row.placement.placement for row in made.rows] == ["replicate", "shard", "file"]
+    files = made.choice
+    assert files.placement.placement == "file"
+    assert (files.rest_bytes, files.slot_bytes, files.copied_bytes, files.wait_s) == (0, 0, 0, 0)
+
+
+def test_a_ring_between_nodes_takes_as_long_as_its_slowest_part():
+    """Catches the network's time left out, or each rank charged for what its node receives once."""
+    cluster = make_cluster(8, nodes=2)
+    inside, across = gather_seconds(GIB, 8, cluster), gather_seconds(GIB, 16, cluster)
+    assert inside == pytest.approx(GIB * 7 / 8 / GPU.peer_bytes_per_s, rel=0.05)
+    assert across == pytest.approx(GIB / 2 / GPU.network_bytes_per_s, rel=0.05)
+    assert gather_seconds(GIB, 1, cluster) == 0
+
+
+def test_optimizer_states_are_counted_by_name():
+    """Catches fp32 states planned for an 8-bit optimizer, and DDP's buckets left out."""
+    size = make_size()
+    assert count_adapter_bytes(size, "adamw_torch", 1) == 4000 + 4000 + 8000
+    assert count_adapter_bytes(size, "adamw_torch", 2) == 4000 * 3 + 8000
+    assert count_adapter_bytes(size, "adamw_bnb_8bit", 1) == 8000 + 2000
+    assert count_adapter_bytes(size, "some_new_optimizer", 1) == 16000
+
+
+def test_a_plan_survives_its_file():
+    """Catches a plan in a run's folder that cannot be read back."""
+    made = plan(cluster=make_cluster(8, nodes=2))
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_the_table_shows_every_row_and_marks_the_choice():
+    """Catches a column that hides what does not fit, or a mark at the wrong row."""
+    made = plan(cluster=make_cluster(free_bytes=7 * GIB))
+    text = render_plan(made, 4)
+    lines = [line for line in text.splitlines() if line.startswith(("> ", "  "))]
+    assert len(lines) == len(made.rows) + 1
+    assert [line.startswith("> ") for line in lines].index(True) == made.chosen + 1
+    assert "no: 9.3 of 7.0 GiB" in lines[1]
+    assert "dataset" not in lines[0]
+    assert made.reason in text
+    with_time = make_plan(make_size(), Workload(make_activations(), 4096, dataset_tokens=10**7), make_cluster())
+    assert "dataset" in render_plan(with_time, 4)
