@@ -140,7 +140,7 @@ def prepare(job: dict[str, Any], found: dict[str, Any], save: Callable[[], None]
     found["host_to_device_bytes_per_s"] = found["device_bytes"] = found["is_pinning_allowed"] = None
     if device.type == "cuda":
         found["device_bytes"] = torch.cuda.get_device_properties(device).total_memory
-        source = allocate_host(found["buffer_bytes"], device)
+        source = allocate_host(found["buffer_bytes"], device)[0]
         found["is_pinning_allowed"] = source.is_pinned()
         if not source.is_pinned():
             source = torch.empty(found["buffer_bytes"], dtype=torch.uint8, pin_memory=True)

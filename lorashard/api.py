@@ -174,9 +174,8 @@ def join_launch() -> torch.device:
 
 
 def _resolve(options: PlacementOptions) -> ResolvedPlacement:
-    env = dist.read_launcher_env()
     explanation = explain_placement(options)
     if explanation and dist.get_rank() == 0:
         _logger.warning(explanation)
-    world_size = dist.get_world_size()
-    return resolve_placement(options, world_size, env.local_world_size if env else world_size)
+    node_size = dist.find_node_size() if options.combine()["shard_group_size"] == "node" else None
+    return resolve_placement(options, dist.get_world_size(), node_size)

@@ -26,7 +26,7 @@ class LauncherEnv:
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int
+    local_world_size: int | None
 
 
 def read_launcher_env() -> LauncherEnv | None:
@@ -37,8 +37,21 @@ def read_launcher_env() -> LauncherEnv | None:
         rank=int(os.environ["RANK"]),
         local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
         world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None,
     )
+
+
+def find_node_size() -> int | None:
+    """Return the number of ranks on each node, or None where it is not known, not one, or ranks go across nodes.
+
+    Ranks: collective over all ranks.
+    """
+    env = read_launcher_env()
+    facts = gather_objects((env.local_world_size, env.local_rank) if env else (None, 0))
+    sizes = {size for size, _ in facts}
+    size = next(iter(sizes))
+    is_in_order = size is not None and all(local == rank % size for rank, (_, local) in enumerate(facts))
+    return size if len(sizes) == 1 and is_in_order else None
 
 
 def is_cpu_requested() -> bool:

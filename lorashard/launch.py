@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -73,12 +74,13 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
     if choice.note:
         print(f"lorashard: {choice.note}", file=sys.stderr)
     command = [sys.executable, *_python_flags(), "-m", "lorashard", *arguments]
+    begin_s = time.time()
     failure = run_ranks(command, choice.num_ranks, prepare_logs_dir(config))
     if failure is None:
         return 0
     from .runs import record_end
 
-    record_end(Path(config.output_dir), "stopped" if failure.is_stop else "failed", failure.message)
+    record_end(Path(config.output_dir), "stopped" if failure.is_stop else "failed", failure.message, begin_s)
     return failure.exit_code
 
 

@@ -43,7 +43,7 @@ class PlacementOptions(BaseModel):
 
     activation_checkpointing_layers: Literal["auto", "all"] | int = "all"
     """How many decoder layers activation checkpointing recomputes, spread evenly; the others keep their activations.
-    `auto` leaves out as many as memory allows."""
+    With `auto`, `lorashard plan` says how many can be left out; training needs the number."""
 
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
@@ -52,6 +52,11 @@ class PlacementOptions(BaseModel):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ValueError(f"{name}: expected {least} or more, found {value}")
+        if meant["placement"] == "host" and meant["resident_layers"] == "all":
+            raise ValueError(
+                "placement: host with resident_layers: all would keep the whole base on each device; that is "
+                "placement: replicate"
+            )
         pointless = {"replicate": ("shard_group_size", "resident_layers"), "file": ("shard_group_size",)}
         for name in pointless.get(meant["placement"], ()):
             if getattr(self, name) not in (None, "auto"):
@@ -108,19 +113,24 @@ def read_placement(**options: object) -> PlacementOptions:
         raise ConfigError(explain_invalid(error)) from error
 
 
-def resolve_placement(options: PlacementOptions, world_size: int, local_world_size: int) -> ResolvedPlacement:
+def resolve_placement(options: PlacementOptions, world_size: int, node_size: int | None) -> ResolvedPlacement:
     """Return what the options mean for a number of ranks.
 
     Args:
-        local_world_size: ranks on each node.
+        node_size: ranks on each node, if they are as many on all and follow one another.
 
     Raises:
-        ConfigError: the shard groups do not divide the ranks.
+        ConfigError: the shard groups do not divide the ranks, or it is not known which ranks a node has.
     """
     meant = options.combine()
     placement: Placement = "shard" if meant["placement"] == "auto" else meant["placement"]
     asked = meant["shard_group_size"]
-    group_size = local_world_size if asked == "node" else asked or world_size
+    if asked == "node" and node_size is None:
+        raise ConfigError(
+            "shard_group_size: node needs a launcher that tells LOCAL_WORLD_SIZE and LOCAL_RANK, as many ranks on each "
+            "node, and ranks that follow one another there; start with torchrun, or give the number"
+        )
+    group_size: int = (node_size if asked == "node" else asked) or world_size
     if placement in ("replicate", "file"):
         group_size = 1
     if world_size % group_size:
@@ -129,13 +139,17 @@ def resolve_placement(options: PlacementOptions, world_size: int, local_world_si
         )
     resident = 0 if meant["resident_layers"] == "auto" else meant["resident_layers"]
     checkpointed = options.activation_checkpointing_layers
+    if checkpointed == "auto":
+        raise ConfigError(
+            "activation_checkpointing_layers: auto is for `lorashard plan` alone so far; give the number that it says"
+        )
     return ResolvedPlacement(
         placement,
         group_size,
         resident,
         options.prefetch,
         options.layer_microbatch_size,
-        "all" if checkpointed == "auto" else checkpointed,
+        checkpointed,
     )
 
 

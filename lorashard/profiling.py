@@ -86,18 +86,22 @@ def sum_up(events: Iterable[Any], total_s: float, exposed_s: float) -> dict[str,
     the threads that did them (a copy there is what happens before the gather is on its way). What they cost is
     `exposed_s`, the seconds in which the computation waited.
     """
-    kinds = {
-        "gather_s": ("gloo:broadcast", "nccldevkernel_broadcast", "allgather", "all_gather"),
-        "copy_s": ("memcpy htod", "unshard "),
-        "all_reduce_s": ("gloo:all_reduce", "allreduce"),
-    }
     events = list(events)
     has_device = any(event.device_type != torch.autograd.DeviceType.CPU for event in events)
+    kinds = {
+        "gather_s": ("gloo:broadcast", "nccldevkernel_broadcast", "allgather", "all_gather"),
+        "copy_s": ("memcpy htod",) if has_device else ("unshard ",),
+        "all_reduce_s": ("gloo:all_reduce", "allreduce"),
+    }
     sums = dict.fromkeys(kinds, 0.0)
     for event in events:
         name = event.name.lower()
         is_on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if is_on_device if has_device else name.startswith(("gloo:", "unshard ")):
+        # A host's range that covers device work is shown on the device too.
+        is_work = (
+            is_on_device and not event.is_user_annotation if has_device else name.startswith(("gloo:", "unshard "))
+        )
+        if is_work:
             for kind, words in kinds.items():
                 if any(word in name for word in words):
                     sums[kind] += event.time_range.elapsed_us() / 1e6

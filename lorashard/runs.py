@@ -80,11 +80,17 @@ class Run:
         _append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", line)
 
 
-def record_end(folder: Path, phase: str, reason: str) -> None:
-    """Say in status.json that the run is over, on behalf of ranks that are not there to do so."""
+def record_end(folder: Path, phase: str, reason: str, begin_s: float) -> None:
+    """Say in status.json that the run is over, on behalf of ranks that are not there to do so.
+
+    Args:
+        begin_s: when the run began; what is older is another run's.
+    """
     path = folder / "status.json"
-    if path.exists():  # else it ended before its first rank came to say anything
-        _replace(path, _to_json(json.loads(path.read_text()) | {"phase": phase, "error": reason, "time": time.time()}))
+    said = json.loads(path.read_text()) if path.exists() else {}
+    if said.get("time", 0) < begin_s:
+        said = {}
+    _replace(path, _to_json(said | {"phase": phase, "error": reason, "time": time.time()}))
 
 
 def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
@@ -97,10 +103,12 @@ def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "base_bytes": base_bytes,
         "bytes_at_rest": stats.bytes_at_rest,
+        "host_bytes_at_rest": stats.host_bytes_at_rest,
         "slot_bytes": stats.slot_bytes,
         "peak_unsharded_bytes": stats.peak_unsharded_bytes,
         "gathers": stats.num_gathers,
         "gathered_bytes": stats.gathered_bytes,
+        "copied_bytes": stats.copied_bytes,
         "wait_s": round(stats.wait_s, 4),
         "rss_bytes": psutil.Process().memory_info().rss,
     }

@@ -42,6 +42,9 @@ def finetune(config: RunConfig) -> None:
     run.set_status("tokenise", error=None)
     try:
         _finetune(config, run, rank, checkpoint)
+    except KeyboardInterrupt:
+        run.set_status("stopped", error="KeyboardInterrupt")
+        raise
     except BaseException as error:
         run.set_status("failed", error=f"{type(error).__name__}: {error}")
         raise
@@ -71,11 +74,12 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         **config.placement_options(),
     )
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-    at_rest_bytes = api.stats(model).bytes_at_rest
+    stats = api.stats(model)
     _say(
         rank,
-        f"model: {base_bytes / 2**30:.3f} GiB of frozen base, {at_rest_bytes / 2**30:.3f} GiB of it on each of "
-        f"{dist.get_world_size()} ranks, loaded in {time.perf_counter() - begin_s:.1f} s; "
+        f"model: {base_bytes / 2**30:.3f} GiB of frozen base; each of {dist.get_world_size()} ranks holds "
+        f"{stats.bytes_at_rest / 2**30:.3f} GiB of it on its device and {stats.host_bytes_at_rest / 2**30:.3f} GiB in "
+        f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
     trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)

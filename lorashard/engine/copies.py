@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..dist import Work
+from ..errors import ConfigError
 
 RING_BUFFERS = 4
 RING_BUFFER_BYTES = 16 * 2**20
@@ -29,12 +30,41 @@ class HostCopies:
     Pinned memory is copied by the device itself. Pageable memory goes through a ring of pinned buffers, which a thread
     fills, so that the thread that computes is not held up. On a CPU a copy is done when `start` returns.
 
-    Memory: RING_BUFFERS * RING_BUFFER_BYTES of pinned memory from the first pageable copy on.
+    Memory: on CUDA, RING_BUFFERS * RING_BUFFER_BYTES of pinned memory once there is something to copy.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ring: _PinnedRing | None = None
+        self._has_warned = False
+
+    def prepare(self) -> None:
+        """Make the ring, before anything else takes what the system lets a process pin.
+
+        Raises:
+            ConfigError: not even that may be pinned.
+        """
+        if self._device.type == "cpu" or self._ring is not None:
+            return
+        try:
+            self._ring = _PinnedRing(self._device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the system refuses to pin {RING_BUFFERS * RING_BUFFER_BYTES / 2**20:.0f} MiB of host memory "
+                f"({str(error).splitlines()[0]}): raise the limit on locked memory (`ulimit -l`), or choose another "
+                "placement"
+            ) from error
+
+    def allocate(self, owner: object, num_bytes: int) -> torch.Tensor:
+        """Return host memory as `allocate_host` does, unpinned again when `owner` goes; warn once if it is pageable."""
+        self.prepare()
+        tensor, refusal = allocate_host(num_bytes, self._device)
+        if refusal is not None and not self._has_warned:
+            self._has_warned = True
+            _logger.warning("%s: units are copied through a small pinned buffer instead, which is slower", refusal)
+        if refusal is None and self._device.type == "cuda":
+            weakref.finalize(owner, _unpin, tensor).atexit = False
+        return tensor
 
     def start(self, pairs: Pairs) -> Work:
         """Start copying each (target, source) of uint8, behind what the current stream was given so far."""
@@ -45,9 +75,9 @@ class HostCopies:
         if all(source.is_pinned() for _, source in pairs):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            return _OnStream(torch.cuda.current_stream(self._device).record_event())
-        if self._ring is None:
-            self._ring = _PinnedRing(self._device)
+            return _OnStream(self._device, torch.cuda.current_stream(self._device).record_event())
+        self.prepare()
+        assert self._ring is not None
         return self._ring.start(pairs)
 
 
@@ -61,20 +91,22 @@ class _Done:
 class _OnStream:
     """Done when `event` has happened; waiting holds up the current stream, not the host."""
 
+    device: torch.device
     event: torch.cuda.Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass(frozen=True)
 class _InThread:
     """Waiting holds up the host until the thread has started the last copy, then the current stream."""
 
+    device: torch.device
     last: Future[torch.cuda.Event]
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.last.result())
+        torch.cuda.current_stream(self.device).wait_event(self.last.result())
 
 
 class _PinnedRing:
@@ -90,7 +122,7 @@ class _PinnedRing:
 
     def start(self, pairs: Pairs) -> Work:
         ready = torch.cuda.current_stream(self._device).record_event()
-        return _InThread(self._thread.submit(self._copy, pairs, ready))
+        return _InThread(self._device, self._thread.submit(self._copy, pairs, ready))
 
     def _copy(self, pairs: Pairs, ready: torch.cuda.Event) -> torch.cuda.Event:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -114,34 +146,31 @@ class _PinnedRing:
         self._events[index] = self._stream.record_event()
 
 
-def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return uint8 host memory of exactly `num_bytes`, pinned for `device` where the system allows it.
+def allocate_host(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, str | None]:
+    """Return uint8 host memory of exactly `num_bytes`, pinned for a CUDA `device`, or why it could not be.
 
-    torch's own pinned allocator rounds up to a power of two, which could double a base. Where pinning is refused the
-    memory is pageable, and a warning names the limit.
+    torch's own pinned allocator rounds up to a power of two, which could double a base.
     """
-    memory = mmap.mmap(-1, max(num_bytes, 1))
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-    if device.type == "cuda" and num_bytes:
-        _pin(tensor, memory, device)
-    return tensor
+    return tensor, _pin(tensor, device) if device.type == "cuda" and num_bytes else None
 
 
-def _pin(tensor: torch.Tensor, memory: mmap.mmap, device: torch.device) -> None:
-    runtime = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 1))  # 1: for all devices
+def _pin(tensor: torch.Tensor, device: torch.device) -> str | None:
+    status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 1))  # 1: for all devices
     if status == 0:
-        weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
-        return
+        return None
     # CUDA remembers the refusal, and torch would raise it at the next kernel, whose fault it is not.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
-    _logger.warning(
-        "the system refused to pin %.0f MiB of host memory (CUDA error %d; the limit on locked memory, `ulimit -l`, is "
-        "%s): this unit is copied through a small pinned buffer instead, which is slower",
-        tensor.numel() / 2**20,
-        status,
-        words,
+    return (
+        f"the system refused to pin {tensor.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the limit on "
+        f"locked memory, `ulimit -l`, is {words})"
     )
+
+
+def _unpin(tensor: torch.Tensor) -> None:
+    # Holding the tensor until here keeps the memory mapped until it is unregistered.
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

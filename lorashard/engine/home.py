@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ..dist import ShardGroup, Work
-from .copies import HostCopies, allocate_host
+from .copies import HostCopies
 from .layout import Layout
 
 
@@ -83,11 +83,11 @@ class HostHome:
 
     device_bytes = 0
 
-    def __init__(self, layout: Layout, group: ShardGroup, device: torch.device, copies: HostCopies) -> None:
+    def __init__(self, layout: Layout, group: ShardGroup, copies: HostCopies) -> None:
         self.layout = layout
         self._group = group
         self._copies = copies
-        self.shard = allocate_host(layout.shard_bytes, device)
+        self.shard = copies.allocate(self, layout.shard_bytes)
         self.host_bytes = layout.shard_bytes
         self.num_copies = 0
         self.copied_bytes = 0

@@ -35,6 +35,11 @@ def checkpoint_some(model: PeftModel, num_layers: int) -> None:
 def _narrow(original: Any, stack: nn.ModuleList, num_layers: int) -> Any:
     @functools.wraps(original)
     def switch(enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        if enable and kwargs.get("every_n_layers", 1) != 1:
+            raise ConfigError(
+                f"activation_checkpointing_layers: {num_layers} and every_n_layers: {kwargs['every_n_layers']} both "
+                "say which layers are recomputed; leave one of them out"
+            )
         original(enable, *args, **kwargs)
         if enable:
             chosen = spread(list(stack), num_layers)

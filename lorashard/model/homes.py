@@ -45,7 +45,7 @@ class ShardedHomes:
         layout = plan_unit(unit, group.size)
         home: DeviceHome | HostHome
         if self.is_on_host and not is_resident:
-            home = HostHome(layout, group, self.device, self.copies)
+            home = HostHome(layout, group, self.copies)
         else:
             home = DeviceHome(layout, group, self.device)
         fill_shard(home.shard, layout, unit, self.source, group.rank)
@@ -60,7 +60,8 @@ class FileHomes:
         allocator aligns; those of bfloat16 do not. Files are aligned to 8 bytes at best, so on a CPU a unit with
         wider weights is computed with where it lies only if it lies well.
 
-    Memory: none, but for resident units, and one unit while the cache is made.
+    Memory: none, but for resident units (on a CPU mapped pages are as good), units with weights that are in no file,
+        and one unit while the cache is made.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class FileHomes:
         self._files = MappedFiles()
         self._copies = HostCopies(device)
         source = CheckpointSource(weights)
-        # On a CPU mapped pages are as good as memory of one's own.
-        self._resident = resident if device.type != "cpu" else ()
-        self._make_resident = ShardedHomes(False, ShardGroup(), device, source, self._resident, self._copies)
-        unsuitable = [unit for unit in structure.units if not all(map(self._is_suitable, unit.weights))]
+        # A new head's values are in no file, and those of this run are no other run's.
+        made = [unit for unit in structure.units if not all(isinstance(w.parameter, Placeholder) for w in unit.weights)]
+        self._in_memory = [*(resident if device.type != "cpu" else ()), *made]
+        self._make_in_memory = ShardedHomes(False, ShardGroup(), device, source, self._in_memory, self._copies)
+        stored = [unit for unit in structure.units if not any(unit is other for other in self._in_memory)]
+        unsuitable = [unit for unit in stored if not all(map(self._is_suitable, unit.weights))]
         self._converted = find_converted(unsuitable, source, weights.files) if unsuitable else {}
 
     def _is_suitable(self, weight: FoundWeight) -> bool:
         """Tell whether a weight can be used, or copied, from where it lies."""
-        if not isinstance(weight.parameter, Placeholder):
-            return False
         stretches = self._weights.find_stretches(weight.name)
         if stretches is None or self._device.type != "cpu":
             return stretches is not None
@@ -89,8 +90,8 @@ class FileHomes:
         return len(stretches) == 1 and stretches[0][1] % alignment == 0
 
     def __call__(self, unit: FoundUnit) -> Home:
-        if any(unit is other for other in self._resident):
-            return self._make_resident(unit)
+        if any(unit is other for other in self._in_memory):
+            return self._make_in_memory(unit)
         layout = plan_unit(unit, 1)
         if unit.name in self._converted:
             file = self._converted[unit.name]

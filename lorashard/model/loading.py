@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +23,7 @@ from ..placement import ResolvedPlacement
 from .adapters import base_test
 from .checkpoint import Checkpoint, resolve_folder
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
-from .mapped import warn_of_remote
-from .sharding import shard_structure
+from .sharding import refuse_merging, shard_structure
 from .sources import CheckpointSource
 from .units import find_structure
 from .weights import BaseWeights
@@ -108,7 +106,6 @@ def load_sharded(
         group = ShardGroup.of_size(placement.group_size)  # the first collective: nothing can be wrong any more
         make_home: MakeHome
         if placement.placement == "file":
-            warn_of_remote(folder)
             make_home = FileHomes(structure, weights, device, resident)
         else:
             source = CheckpointSource(weights)
@@ -116,16 +113,8 @@ def load_sharded(
             make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device))
         shard_structure(model, structure, make_home, group, device, placement.prefetch)
     if placement.placement == "file":
-        for name in ("merge_adapter", "merge_and_unload"):
-            setattr(model.base_model, name, partial(_refuse_merge, name))
+        refuse_merging(model)
     return model.to(device)
-
-
-def _refuse_merge(name: str, *args: object, **kwargs: object) -> None:
-    raise ConfigError(
-        f"{name} would change the base in place, which placement 'file' reads from its files, read-only: load with "
-        "another placement, or merge the saved adapter"
-    )
 
 
 def _check_initialisation(lora: PeftConfig) -> None:

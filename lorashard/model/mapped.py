@@ -26,12 +26,17 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._folders: set[Path] = set()
 
     def view(self, file: Path, begin_byte: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of a file as uint8 that nothing copies. The map lives as long as the tensor."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         if file not in self._maps:
+            folder = file.resolve().parent
+            if folder not in self._folders:
+                self._folders.add(folder)
+                warn_of_remote(folder)
             self._maps[file] = _map(file)
         return torch.frombuffer(self._maps[file], dtype=torch.uint8, count=num_bytes, offset=begin_byte)
 
@@ -45,10 +50,9 @@ def _map(file: Path) -> mmap.mmap:
 
 
 def warn_of_remote(folder: Path) -> None:
-    """Warn if the folder lies on a network file system, from which every page may have to come again."""
-    resolved = folder.resolve()
+    """Warn if a folder, links resolved, lies on a network file system: every page may have to come again."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next((mounts[path] for path in (resolved, *resolved.parents) if path in mounts), "")
+    kind = next((mounts[path] for path in (folder, *folder.parents) if path in mounts), "")
     if kind in _REMOTE:
         _logger.warning(
             "%s lies on a network file system (%s): placement 'file' reads the base from there whenever the kernel has "

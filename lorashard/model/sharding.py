@@ -12,6 +12,7 @@ from torch import nn
 
 from ..dist import ShardGroup
 from ..engine import Engine, Placeholder, Unit, Visit, Weight
+from ..errors import ConfigError
 from .homes import MakeHome
 from .units import EMBEDDING, HEAD, LAYER, FoundWeight, Structure
 
@@ -54,9 +55,25 @@ def shard_structure(
         model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
     if device.type == "cpu":
         model.to = partial(_move, model.to)  # type: ignore[method-assign]
+    if not all(unit.is_resident for unit in engine.units):
+        refuse_merging(model)
     # accelerate and Trainer may wrap the model in DDP: it must neither broadcast nor look at the base.
     model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
     return engine
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """Let PEFT's merging in place raise ConfigError, before it has merged the first layer."""
+    for name in ("merge_adapter", "merge_and_unload"):
+        if isinstance(model, PeftModel):
+            setattr(model.base_model, name, partial(_refuse, name))
+
+
+def _refuse(name: str, *args: object, **kwargs: object) -> None:
+    raise ConfigError(
+        f"{name} would change the base in place, but it is sharded or read-only here: load with placement='replicate', "
+        "or merge the saved adapter"
+    )
 
 
 def _move(original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:

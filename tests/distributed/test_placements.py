@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
+from lorashard import dist
 from lorashard.engine import Placeholder
 from lorashard.errors import CheckpointError, ConfigError
 
@@ -115,9 +117,9 @@ def check_file(rank: int, folder: str) -> dict:
     stats = lorashard.stats(model)
     with torch.no_grad():
         base[0].zero_()  # private: the page is copied for this process
-    with pytest.raises(ConfigError, match="read-only"):
+    with pytest.raises(ConfigError, match="in place"):
         model.merge_and_unload()
-    with pytest.raises(ConfigError, match="read-only"):
+    with pytest.raises(ConfigError, match="in place"):
         model.merge_adapter()
     return {
         "placeholders": sum(isinstance(p, Placeholder) for p in base),
@@ -271,9 +273,54 @@ def test_a_hybrid_base_never_leaves_its_group(tmp_path):
     assert found == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
 
 
+def check_merging(rank: int, folder: str) -> list[bool]:
+    model = load(folder, placement="host", resident_layers=1)
+    for name in ("merge_adapter", "merge_and_unload"):
+        with pytest.raises(ConfigError, match="in place"):
+            getattr(model, name)()
+    return [layer.merged for name, layer in model.named_modules() if name.endswith("q_proj")]
+
+
+def test_a_refused_merge_merges_nothing(tmp_path):
+    """Resident layers can be merged into and sharded ones cannot: half a merge switches half of the adapter off."""
+    found = run_ranks(check_merging, 2, save_base(tmp_path / "base", "llama"))
+    assert found == [[False] * NUM_LAYERS] * 2
+
+
+def check_new_heads(rank: int, folder: str) -> list[bool]:
+    logits = {}
+    for placement, seed in itertools.product(("replicate", "file"), (1, 2)):
+        torch.manual_seed(seed)
+        lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", modules_to_save=[])
+        model = lorashard.load(folder, lora, dtype=torch.float32, placement=placement).eval()
+        with torch.no_grad(), model.disable_adapter():
+            logits[placement, seed] = model(input_ids=make_batch()["input_ids"]).logits
+    return [torch.equal(logits["replicate", seed], logits["file", seed]) for seed in (1, 2)]
+
+
+def test_a_new_head_is_no_part_of_the_cache(tmp_path):
+    """Its random values are this run's own: a run that finds them in the cache computes with a stranger's head."""
+    assert run_ranks(check_new_heads, 1, save_base(tmp_path / "base", "llama")) == [[True, True]]
+
+
+def check_nodes(rank: int, sizes: list[int], locals_: list[int]) -> int | None:
+    os.environ |= {"LOCAL_WORLD_SIZE": str(sizes[rank]), "LOCAL_RANK": str(locals_[rank])}
+    return dist.find_node_size()
+
+
+@pytest.mark.parametrize(
+    "sizes, local_ranks, node_size",
+    [([2] * 4, [0, 1, 0, 1], 2), ([3, 3, 3, 1], [0, 1, 2, 0], None), ([2] * 4, [0, 0, 1, 1], None)],
+)
+def test_a_node_is_the_same_for_all_ranks(sizes, local_ranks, node_size):
+    """Ranks that take different groups for their node wait for each other for ever, or shard across the network."""
+    assert run_ranks(check_nodes, 4, sizes, local_ranks) == [node_size] * 4
+
+
 def check_refusals(rank: int, folder: str) -> list[str]:
     messages = []
-    for options in ({"placement": "shard", "shard_group_size": 2}, {"placement": "nowhere"}, {"prefetch": -1}):
+    wrong = ({"shard_group_size": 2}, {"placement": "nowhere"}, {"prefetch": -1}, {"shard_group_size": "node"})
+    for options in wrong:
         with pytest.raises(ConfigError) as caught:
             load(folder, **options)
         messages.append(str(caught.value))
@@ -284,7 +331,7 @@ def test_wrong_placements_are_named(tmp_path):
     """Three ranks in groups of two would leave one alone, waiting for ever."""
     for messages in run_ranks(check_refusals, 3, save_base(tmp_path / "base", "llama")):
         assert "divisor of the 3 ranks, found 2" in messages[0]
-        assert "placement" in messages[1] and "prefetch" in messages[2]
+        assert "placement" in messages[1] and "prefetch" in messages[2] and "LOCAL_WORLD_SIZE" in messages[3]
 
 
 def test_a_model_in_memory_has_no_files():
@@ -328,4 +375,4 @@ def test_a_full_disk_costs_nothing_but_the_run(tmp_path, own_cache):
     """Half a cache that is taken for a whole one gives wrong weights for ever after."""
     (message,) = run_ranks(check_full_disk, 1, save_base(tmp_path / "base", "llama"))
     assert "could not be written" in message and "HF_HOME" in message
-    assert not list(own_cache.rglob("*.partial"))
+    assert not list(own_cache.rglob("*.partial*"))

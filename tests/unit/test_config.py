@@ -214,6 +214,7 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["--placement", "hos"], "placement: expected one of 'auto', .*did you mean 'host'"),
         (["--resident_layers", "-1"], "resident_layers: expected 0 or more"),
         (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has no meaning"),
+        (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "would keep the whole base on each device"),
         (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: true means placement: host"),
         (["--sharding_strategy", "NO_SHARD", "--placement", "shard"], "means placement: replicate"),
         (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank are the same option, with two values, 8 and 9"),

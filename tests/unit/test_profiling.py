@@ -10,7 +10,9 @@ from lorashard.profiling import describe, sum_up
 
 
 def make_event(name: str, seconds: float, device: DeviceType = DeviceType.CPU) -> SimpleNamespace:
-    return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: seconds * 1e6))
+    time_range = SimpleNamespace(elapsed_us=lambda: seconds * 1e6)
+    is_annotation = not name.startswith(("nccl", "Memcpy", "sgemm"))
+    return SimpleNamespace(name=name, device_type=device, is_user_annotation=is_annotation, time_range=time_range)
 
 
 def test_seconds_are_counted_once():
@@ -25,6 +27,7 @@ def test_seconds_are_counted_once():
         make_event("sgemm", 8, DeviceType.CUDA),
     ]
     host_calls = [make_event("unshard layers.0", 16), make_event("nccl:all_gather", 32)]
+    host_calls += [make_event("unshard layers.0: all_gather", 64, DeviceType.CUDA)]  # a host's range
     facts = sum_up([*on_device, *host_calls], total_s=10, exposed_s=3)
     assert (facts["gather_s"], facts["copy_s"], facts["all_reduce_s"]) == (1, 2, 4)
 

@@ -32,12 +32,17 @@ def test_a_number_that_is_none_leaves_valid_json(tmp_path):
 
 def test_an_end_keeps_what_the_run_said_before(tmp_path):
     """Who looks at a dead run wants to know at which step it died."""
-    record_end(tmp_path / "never_begun", "failed", "boom")
-    assert not (tmp_path / "never_begun").exists()
     Run(tmp_path, 0, 2).set_status("train", step=7)
-    record_end(tmp_path, "failed", "boom")
+    record_end(tmp_path, "failed", "boom", begin_s=time.time() - 100)
     status = read_last(tmp_path / "status.json")
     assert (status["phase"], status["error"], status["step"], status["world_size"]) == ("failed", "boom", 7, 2)
+
+
+def test_an_end_does_not_touch_what_another_run_said(tmp_path):
+    """A run that dies before its first word would else be shown at the step of the one before."""
+    Run(tmp_path, 0, 2).set_status("done", step=30)
+    record_end(tmp_path, "stopped", "SIGINT", begin_s=time.time() + 100)
+    assert read_last(tmp_path / "status.json").keys() == {"phase", "error", "time"}
 
 
 def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch):
