@@ -26,7 +26,8 @@ class PlacementOptions(BaseModel):
 
     placement: Literal["auto", "replicate", "shard", "host", "file"] = "auto"
     """Where the base rests: `shard` keeps 1/N of it on each of N ranks, `replicate` all of it, `host` 1/N in each
-    rank's host memory, `file` nothing: it is read from the checkpoint's own files. `auto` is `shard`."""
+    rank's host memory, `file` nothing: it is read from the checkpoint's own files. With `auto`, `finetune` plans and
+    takes the fastest that fits; `load` and `shard`, which do not know the batch, take `shard`."""
     cpu_offload: bool = False
     """The same as `placement: host`."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
@@ -34,7 +35,8 @@ class PlacementOptions(BaseModel):
     shard_group_size: Literal["node"] | int | None = None
     """Shard over this many consecutive ranks, or over those of a node, and replicate across; not given: over all."""
     resident_layers: Literal["auto", "all"] | int = "auto"
-    """How many decoder layers, spread evenly, stay whole on each rank; `all` means every unit; `auto` is 0."""
+    """How many decoder layers, spread evenly, stay whole on each rank; `all` means every unit; `auto` is planned by
+    `finetune`, and 0 for `load` and `shard`."""
     prefetch: int = Field(default=1, ge=0)
     """How many layers ahead to gather or copy; each takes a slot of memory."""
     layer_microbatch_size: int | None = Field(default=None, ge=1)
@@ -43,7 +45,7 @@ class PlacementOptions(BaseModel):
 
     activation_checkpointing_layers: Literal["auto", "all"] | int = "all"
     """How many decoder layers activation checkpointing recomputes, spread evenly; the others keep their activations.
-    With `auto`, `lorashard plan` says how many can be left out; training needs the number."""
+    With `auto`, `finetune` leaves out as many as memory allows; `load` and `shard` need a number."""
 
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
@@ -141,7 +143,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
     checkpointed = options.activation_checkpointing_layers
     if checkpointed == "auto":
         raise ConfigError(
-            "activation_checkpointing_layers: auto is for `lorashard plan` alone so far; give the number that it says"
+            "activation_checkpointing_layers: auto needs to know the batch: give the number that `lorashard plan` says"
         )
     return ResolvedPlacement(
         placement,

@@ -1,6 +1,7 @@
 """A run is a folder: what it was asked, where it stands, what each rank measured.
 
 config.yaml  versions.json   the resolved options and the libraries that ran
+plan.json                    what each placement was predicted to cost, where one was planned
 status.json                  phase, step, pid; replaced at each change
 metrics.jsonl                one line a logged step
 ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
@@ -69,6 +70,11 @@ class Run:
             self._status |= {"phase": phase, "pid": os.getpid(), "world_size": self._world_size, "time": time.time()}
             self._status |= facts
             _replace(self.folder / "status.json", _to_json(self._status))
+
+    def save_plan(self, plan: dict[str, Any]) -> None:
+        """Write down what each placement was predicted to cost, and which was taken."""
+        if self._rank == 0:
+            _replace(self.folder / "plan.json", json.dumps(plan, indent=1))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""

@@ -21,6 +21,10 @@ from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError
+from .forecast import describe_base, describe_training
+from .plan.auto import plan_here
+from .plan.choose import Plan, PlanError
+from .plan.costs import Row
 from .profiling import ProfileCallback
 from .runs import Run, measure_rank
 
@@ -62,6 +66,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     _say(rank, f"dataset: {prepared.report.summary()}")
     run.set_status("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
+    placement, plan = _place(config, prepared, run, rank)
     set_seed(arguments.seed)
     begin_s = time.perf_counter()
     model = api.load(
@@ -71,7 +76,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
-        **config.placement_options(),
+        **placement,
     )
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     stats = api.stats(model)
@@ -94,9 +99,56 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     trainer.accelerator.wait_for_everyone()
     verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, arguments.device))
     _say(rank, f"adapter: saved to {run.folder} and read back: {verdict}")
-    run.add_rank_line({"step": trainer.state.global_step} | measure_rank(api.engine_of(model), base_bytes))
+    measured = measure_rank(api.engine_of(model), base_bytes)
+    run.add_rank_line({"step": trainer.state.global_step} | measured)
+    if plan is not None:
+        _say(rank, _compare_with_plan(plan.choice, measured))
     run.set_status("done", step=trainer.state.global_step)
     trainer.accelerator.end_training()
+
+
+def _place(config: RunConfig, prepared: Prepared, run: Run, rank: int) -> tuple[dict[str, Any], Plan | None]:
+    """Return the arguments of `load` that say where the base rests; what is left to `auto` is planned.
+
+    Raises:
+        ConfigError: nothing fits.
+
+    Ranks: collective over all ranks where there is something to plan; all get one plan.
+    """
+    options = config.placement_options()
+    if not config.is_placement_open:
+        return options, None
+    device, world_size = api.join_launch(), dist.get_world_size()
+    env = dist.read_launcher_env()
+    training = describe_training(
+        config, device.type, prepared.report.longest_tokens, epoch_tokens=prepared.report.num_tokens
+    )
+    ranks_per_node = env.local_world_size if env and env.local_world_size else world_size
+    try:
+        plan = plan_here(describe_base(config), training, device, ranks_per_node, config)
+    except PlanError as error:
+        _say(rank, f"placement: {error}; taking shard, give --placement for another")
+        return options | {"placement": "shard", "activation_checkpointing_layers": "all"}, None
+    run.save_plan(plan.to_json())
+    chosen = plan.choice.placement
+    _say(rank, f"placement: {plan.reason}")
+    options = {"placement": chosen.placement, "prefetch": chosen.prefetch}
+    options |= {"layer_microbatch_size": chosen.layer_microbatch_size}
+    options |= {"activation_checkpointing_layers": chosen.activation_checkpointing_layers}
+    if chosen.placement in ("shard", "host"):
+        options |= {"shard_group_size": chosen.group_size}
+    if chosen.placement != "replicate":
+        options |= {"resident_layers": chosen.resident_layers}
+    return options, plan
+
+
+def _compare_with_plan(row: Row, measured: dict[str, Any]) -> str:
+    if "device_peak_bytes" in measured:
+        name, predicted_bytes, found_bytes = "peak", row.peak_bytes, measured["device_peak_bytes"]
+    else:  # nothing counts what a CPU's operations allocate
+        name, predicted_bytes = "base at rest and slots", row.rest_bytes + row.slot_bytes
+        found_bytes = measured["bytes_at_rest"] + measured["slot_bytes"]
+    return f"memory: {name} predicted {predicted_bytes / 2**30:.3f} GiB, measured {found_bytes / 2**30:.3f} GiB"
 
 
 def build_arguments(config: RunConfig, use_cpu: bool) -> SFTConfig:

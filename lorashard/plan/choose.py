@@ -18,6 +18,10 @@ from .size import ModelSize
 _TIE = 0.01
 
 
+class PlanError(ConfigError):
+    """A model that runs, but whose needs cannot be told beforehand."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Every placement's costs, and the one to take.
@@ -108,6 +112,9 @@ def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
             made = plan(least_bytes)
         except UserError as error:
             made = error
+        except Exception as error:  # planning runs the model's own code, which may raise anything
+            lines = str(error).splitlines() or [""]
+            made = PlanError(f"this model cannot be planned ({type(error).__name__}: {lines[0]})")
     made = dist.broadcast_object(made)
     if isinstance(made, UserError):
         raise made

@@ -67,6 +67,7 @@ def make_options(task: Path, out: str, **options) -> list[str]:
         "per_device_train_batch_size": 2,
         "lora_dropout": 0.0,
         "save_strategy": "no",
+        "placement": "shard",
     }
     return [word for key, value in (values | options).items() for word in (f"--{key}", str(value))]
 
@@ -118,6 +119,20 @@ def test_a_run_leaves_what_it_promises(task, two_ranks):
     assert not list(two_ranks.rglob("model*.safetensors")), "the base was written"
     adapter = load_file(two_ranks / "adapter_model.safetensors")
     assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_what_is_left_to_auto_is_planned(task, two_ranks):
+    """Ranks that choose apart hang; a choice that nobody sees cannot be judged; and it must not change a bit."""
+    result = run([*LORASHARD, "finetune", *make_options(task, "auto", cpu=2, placement="auto")], task)
+    assert result.returncode == 0, result.stdout + result.stderr
+    plan = json.loads((task / "auto" / "plan.json").read_text())
+    chosen = plan["rows"][plan["chosen"]]
+    assert f"placement: {plan['reason']}" in result.stdout
+    line = read_lines(task / "auto" / "ranks" / "rank_0.jsonl")[-1]
+    assert line["bytes_at_rest"] + line["slot_bytes"] == chosen["rest_bytes"] + chosen["slot_bytes"]
+    assert "memory: base at rest and slots predicted" in result.stdout
+    sharded, planned = (load_file(task / out / "adapter_model.safetensors") for out in ("two_ranks", "auto"))
+    assert all(torch.equal(sharded[name], planned[name]) for name in sharded)
 
 
 def test_profiled_steps_leave_traces_and_a_page(two_ranks):

@@ -32,7 +32,7 @@ COPIES = [
     "onnx/config.json",
 ]
 SOURCES = dict(model_name_or_path="org/tiny", dataset="org/rows", eval_dataset="org/parquet", dtype="float32")
-TRAINING = dict(per_device_train_batch_size=1, lora_r=4, save_strategy="no")
+TRAINING = dict(per_device_train_batch_size=1, lora_r=4, save_strategy="no", placement="shard")
 # Command lines one after another in one interpreter, whose imports take longer than they do.
 SEVERAL_COMMANDS = """
 import contextlib, io, json, sys
