@@ -171,7 +171,7 @@ def test_ranks_on_files_share_one_copy(tmp_path):
     assert base_bytes > 100 * 2**20
     folder = str(tmp_path / "large")
     assert all(grown < 0.2 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "file"))
-    assert all(grown > 0.8 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "replicate"))
+    assert all(grown > 0.5 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "replicate"))
 
 
 def check_uneven(rank: int, folder: str) -> tuple[int, int]:
