@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 def load(
     model_name_or_path: str,
     lora: PeftConfig,
-    placement: str = "auto",
+    placement: str | ResolvedPlacement = "auto",
     *,
     dtype: torch.dtype = torch.bfloat16,
     revision: str | None = None,
@@ -45,7 +45,8 @@ def load(
     Args:
         model_name_or_path: a local folder or a hub id, with safetensors files.
         lora: what PEFT puts on top. The auto class follows its `task_type`: causal LM, or sequence classification.
-        placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`.
+        placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`;
+            or one that is planned already, with nothing left to choose.
         dtype: the base's, which is also what it computes in.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
@@ -61,9 +62,9 @@ def load(
     Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
     Memory: never more than one unit beyond this rank's shards and slots.
     """
-    options = read_placement(placement=placement, **placement_options)
+    asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
-    resolved = _resolve(options)
+    resolved = _resolve(asked)
     model = load_sharded(
         str(model_name_or_path),
         lora,
@@ -173,7 +174,9 @@ def join_launch() -> torch.device:
     return torch.device("cpu") if state.device.type == "cpu" else state.device  # it may say cpu:0
 
 
-def _resolve(options: PlacementOptions) -> ResolvedPlacement:
+def _resolve(options: PlacementOptions | ResolvedPlacement) -> ResolvedPlacement:
+    if isinstance(options, ResolvedPlacement):
+        return options
     explanation = explain_placement(options)
     if explanation and dist.get_rank() == 0:
         _logger.warning(explanation)

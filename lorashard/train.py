@@ -130,16 +130,8 @@ def _place(config: RunConfig, prepared: Prepared, run: Run, rank: int) -> tuple[
         _say(rank, f"placement: {error}; taking shard, give --placement for another")
         return options | {"placement": "shard", "activation_checkpointing_layers": "all"}, None
     run.save_plan(plan.to_json())
-    chosen = plan.choice.placement
     _say(rank, f"placement: {plan.reason}")
-    options = {"placement": chosen.placement, "prefetch": chosen.prefetch}
-    options |= {"layer_microbatch_size": chosen.layer_microbatch_size}
-    options |= {"activation_checkpointing_layers": chosen.activation_checkpointing_layers}
-    if chosen.placement in ("shard", "host"):
-        options |= {"shard_group_size": chosen.group_size}
-    if chosen.placement != "replicate":
-        options |= {"resident_layers": chosen.resident_layers}
-    return options, plan
+    return {"placement": plan.choice.placement}, plan
 
 
 def _compare_with_plan(row: Row, measured: dict[str, Any]) -> str:
