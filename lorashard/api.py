@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from .model.checkpointing import checkpoint_some
 from .model.homes import ShardedHomes, choose_resident
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
-from .model.sharding import ENGINE_ATTRIBUTE, shard_structure
+from .model.saved import find_adapter, read_config
+from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, shard_structure
 from .model.sources import MemorySource
 from .model.units import find_decoder_stack, find_structure
 from .placement import PlacementOptions, ResolvedPlacement, explain_placement, read_placement, resolve_placement
+from .plan.auto import BaseModel
+from .plan.inference import plan_inference
 
 _logger = logging.getLogger(__name__)
 
@@ -78,6 +82,65 @@ def load(
     return _finish(model, resolved)
 
 
+def load_adapter(
+    adapter: str | Path,
+    base: str | None = None,
+    placement: str = "auto",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    device: torch.device | None = None,
+    is_trainable: bool = False,
+    allow_base_mismatch: bool = False,
+    num_cached_tokens: int = 8192,
+    **placement_options: Any,
+) -> PeftModel:
+    """Load a saved adapter on its base, which is sharded as `load` does it; for use, or with `is_trainable` to go on.
+
+    Args:
+        adapter: the folder of an adapter, of a run (its last checkpoint, if it has not ended), or a hub id.
+        base: where the base is, if not where the adapter says.
+        placement: as for `load`. With `auto` the base is whole on each device if it fits, and else as much of it as
+            does; on a CPU it is read from its own files.
+        num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit each other.
+        ConfigError: the adapter was trained on another base (unless `allow_base_mismatch`), or as for `load`.
+
+    Ranks: collective over all ranks.
+    Memory: as for `load`.
+    """
+    asked = read_placement(placement=placement, **placement_options)
+    folder = find_adapter(adapter)
+    config = read_config(folder)
+    base = base or config.base_model_name_or_path
+    if not base:
+        raise ConfigError(f"{folder} does not say on which base it was trained: give base")
+    revision = revision or config.revision
+    config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
+    device = join_launch() if device is None else device
+    described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation)
+    resolved = plan_inference(described, asked, device, num_cached_tokens)
+    model = load_sharded(
+        base,
+        config,
+        resolved,
+        device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        adapter=folder,
+        allow_base_mismatch=allow_base_mismatch,
+    )
+    if not is_trainable:
+        model.eval().requires_grad_(False)
+    return _finish(model, resolved)
+
+
 def shard(
     model: PeftModel, placement: str = "auto", *, device: torch.device | None = None, **placement_options: Any
 ) -> PeftModel:
@@ -128,6 +191,11 @@ def _finish(model: PeftModel, resolved: ResolvedPlacement) -> PeftModel:
 def stats(model: torch.nn.Module) -> Stats:
     """Return what the engine of a model from `load` or `shard` has gathered, waited for and holds on this rank."""
     return engine_of(model).stats()
+
+
+def base_of(model: torch.nn.Module) -> LoadedBase | None:
+    """Return the files that a model from `load` has its base from; None for one that `shard` was given."""
+    return model.__dict__.get(BASE_ATTRIBUTE)
 
 
 def engine_of(model: torch.nn.Module) -> Engine:

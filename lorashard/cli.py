@@ -1,4 +1,4 @@
-"""The command line: `lorashard finetune | plan | preview | validate | version`.
+"""The command line: `lorashard finetune | plan | preview | validate | generate | eval | verify | ... | version`.
 
 Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 128 + n after signal
 n. Heavy imports wait inside the commands: help and mistakes are answered without torch.
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .errors import UserError
+from .errors import UserError, VerificationError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from transformers import PreTrainedTokenizerBase
 
     from .config import RunConfig
@@ -38,9 +39,9 @@ _HELP_GROUPS = {
         "resume_from_checkpoint",
         "profile_steps",
     ),
-    "Ranks": ("gpus", "cpu"),
     "Where the base rests": (),  # all of PlacementOptions
-    "Model": ("model_revision", "trust_remote_code", "dtype", "attn_implementation", "chat_template_path", "eos_token"),
+    "The base and the ranks": (),  # all of BaseOptions
+    "Chat": ("chat_template_path", "eos_token"),
     "LoRA": (
         "lora_r",
         "lora_alpha",
@@ -52,6 +53,30 @@ _HELP_GROUPS = {
     ),
     "Data": (),  # all of DataOptions but the dataset
 }
+
+
+class _UseCommand(TyperCommand):
+    """A command that uses an adapter: its options are the fields of `options_name` in `use_options`."""
+
+    options_name = ""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        from . import use_options
+
+        words = getattr(use_options, self.options_name).positionals
+        formatter.write_usage(ctx.command_path, " ".join([*(word.upper() for word in words), "[OPTIONS]"]))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from . import use_options
+
+        super().format_help(ctx, formatter)
+        options = getattr(use_options, self.options_name)
+        formatter.write("\nOptions of the command:\n")
+        formatter.write("\n".join(_describe_fields(options, options.find_own_names())) + "\n")
+
+
+def _use_command(options_name: str) -> type[_UseCommand]:
+    return type(f"_{options_name}Command", (_UseCommand,), {"options_name": options_name})
 
 
 class _OptionsCommand(TyperCommand):
@@ -177,6 +202,54 @@ def _plan(
     return 0
 
 
+@app.command("generate", cls=_use_command("GenerateOptions"), context_settings=_ANY_OPTIONS)
+def _generate(ctx: typer.Context) -> int:
+    """Answer a file of prompts with an adapter on its base."""
+    from .use_options import GenerateOptions
+
+    options = GenerateOptions.read(ctx.args)
+    from .launch import run_command
+
+    def work() -> None:
+        from .generation import generate_file
+
+        generate_file(options)
+
+    return run_command(options, ["generate", *ctx.args], work)
+
+
+@app.command("eval", cls=_use_command("EvalOptions"), context_settings=_ANY_OPTIONS)
+def _eval(ctx: typer.Context) -> int:
+    """Measure loss, perplexity and exact matches on a dataset."""
+    from .use_options import EvalOptions
+
+    options = EvalOptions.read(ctx.args)
+    from .launch import run_command
+
+    def work() -> None:
+        from .evaluation import evaluate
+
+        evaluate(options)
+
+    return run_command(options, ["eval", *ctx.args], work)
+
+
+@app.command("verify", cls=_use_command("VerifyOptions"), context_settings=_ANY_OPTIONS)
+def _verify(ctx: typer.Context) -> int:
+    """Check an adapter, a merged model, or that sharding changes no gradient of a model on this machine."""
+    from .use_options import VerifyOptions
+
+    options = VerifyOptions.read(ctx.args)
+    from .launch import run_command
+
+    def work() -> None:
+        from .verify import verify
+
+        verify(options)
+
+    return run_command(options, ["verify", *ctx.args], work)
+
+
 @app.command("version")
 def _version() -> int:
     """Print versions."""
@@ -206,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         _report(error, is_user_error=True)
         return 2
+    except VerificationError as error:
+        _report(error, is_user_error=True)
+        return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -261,7 +337,8 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _build_options_help() -> str:
     """Return the main options by group, from the configuration's own fields."""
-    from .config import REFUSED_OPTIONS, RunConfig, read_known_options
+    from .base_options import BaseOptions
+    from .config import REFUSED_OPTIONS, RunConfig
     from .data.options import DataOptions
     from .options import read_trainer_options
     from .placement import PlacementOptions
@@ -269,18 +346,12 @@ def _build_options_help() -> str:
     num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
     groups = _HELP_GROUPS | {
         "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
+        "The base and the ranks": tuple(BaseOptions.model_fields),
         "Data": tuple(name for name in DataOptions.model_fields if name != "dataset"),
     }
-    known = read_known_options()
     lines = []
     for title, names in groups.items():
-        lines += ["", f"{title}:"]
-        for name in names:
-            field = RunConfig.model_fields[name]
-            default = "" if field.default in (None, "") or field.is_required() else f" [{_show(field.default)}]"
-            text = f"{' '.join((field.description or '').split())}{default}"
-            lines.append(f"  --{name} {'|'.join(known[name].choices)}".rstrip())
-            lines += textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += ["", f"{title}:", *_describe_fields(RunConfig, names)]
     return "\n".join(lines) + textwrap.dedent(
         f"""
 
@@ -295,6 +366,21 @@ def _build_options_help() -> str:
         of the --config file; the command line wins over it.
         """
     )
+
+
+def _describe_fields(options: type[BaseModel], names: Sequence[str]) -> list[str]:
+    from .config import read_own_options
+
+    known = read_own_options(options)
+    lines = []
+    for name in names:
+        field = options.model_fields[name]
+        default = "" if field.default in (None, "") or field.is_required() else f" [{_show(field.default)}]"
+        text = f"{' '.join((field.description or '').split())}{default}"
+        shown = getattr(options, "short_names", {}).get(name, name)
+        lines.append(f"  --{shown} {'|'.join(known[name].choices)}".rstrip())
+        lines += textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return lines
 
 
 def _show(value: Any) -> str:

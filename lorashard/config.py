@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .base_options import BaseOptions
 from .data.options import DataOptions
 from .errors import ConfigError
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
@@ -94,7 +95,7 @@ PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
-class RunConfig(DataOptions, PlacementOptions):
+class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's `SFTConfig`.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
@@ -112,22 +113,9 @@ class RunConfig(DataOptions, PlacementOptions):
     resume_from_checkpoint: str | bool | None = None
     """Go on from a checkpoint: its folder, or true for the newest of output_dir."""
 
-    gpus: int | list[int] | None = None
-    """How many of the visible GPUs, or which: `4`, or `0,2`, or `2,` for the third alone. Not given: all."""
-    cpu: int | None = Field(default=None, ge=1)
-    """Train on the CPU with this many ranks."""
-
     profile_steps: str | None = None
     """Trace these steps on each rank, and say where their time went, in output_dir/profile: `3-5`, or `3`."""
 
-    model_revision: str | None = None
-    """The commit, branch or tag of the model on the hub."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model or its tokenizer."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """The base's type and that of the computation; float16 needs a GPU."""
-    attn_implementation: str | None = None
-    """transformers' attention: `sdpa`, `eager`, `flash_attention_2`, ..."""
     chat_template_path: str | None = None
     """A .jinja file, or a folder or hub id whose chat template to use."""
     eos_token: str | None = None
@@ -199,20 +187,6 @@ class RunConfig(DataOptions, PlacementOptions):
         if own.get("output_dir"):  # no shell has seen what YAML holds
             own["output_dir"] = os.path.expanduser(own["output_dir"])
         return own | {"trainer": trainer}
-
-    @model_validator(mode="after")
-    def _check_devices(self) -> RunConfig:
-        if self.gpus is not None and self.cpu is not None:
-            raise ConfigError("gpus and cpu are both given: choose GPU ranks or CPU ranks")
-        if self.cpu is not None and self.dtype == "float16":
-            raise ConfigError("dtype float16 needs a GPU (its loss scaling has no CPU form): use bfloat16 or float32")
-        if isinstance(self.gpus, int) and self.gpus < 1:
-            raise ConfigError(f"gpus: expected a count of 1 or more, or ids such as 0,2; found {self.gpus}")
-        if isinstance(self.gpus, list) and (
-            not self.gpus or min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus)
-        ):
-            raise ConfigError(f"gpus: expected different ids of 0 or more, found {self.gpus}")
-        return self
 
     @model_validator(mode="after")
     def _check_profile_steps(self) -> RunConfig:
@@ -302,12 +276,19 @@ class RunConfig(DataOptions, PlacementOptions):
 
 def read_known_options() -> dict[str, Option]:
     """Return every option that a run takes: lorashard's own, the data's and TRL's, the first meaning wins."""
-    own = {}
-    for owner in (DataOptions, PlacementOptions, RunConfig):
-        for name, annotation in owner.__annotations__.items():
-            if name in owner.model_fields and name != "trainer":
-                own[name] = Option.from_annotation(name, annotation)
+    own = read_own_options(RunConfig)
+    del own["trainer"]
     return read_trainer_options() | own
+
+
+def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
+    """Return the options that are the fields of a class and of those that it inherits from."""
+    own = {}
+    for owner in reversed(cls.__mro__):
+        for name, annotation in owner.__dict__.get("__annotations__", {}).items():
+            if name in cls.model_fields:
+                own[name] = Option.from_annotation(name, annotation)
+    return own
 
 
 def collect_options(given: Sequence[GivenOption], known: Mapping[str, Option]) -> dict[str, Any]:

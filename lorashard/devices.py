@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from .config import RunConfig
+from .base_options import BaseOptions
 from .errors import ConfigError
 
 # Names the runs of `lorashard.launch`, so that a rank knows its launcher.
@@ -74,7 +74,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     return Launcher(numbers["RANK"], numbers["WORLD_SIZE"], local_world_size, is_lorashard)
 
 
-def check_launcher(config: RunConfig, launcher: Launcher) -> None:
+def check_launcher(options: BaseOptions, launcher: Launcher) -> None:
     """Refuse a number of ranks that is not the launcher's.
 
     Raises:
@@ -82,12 +82,12 @@ def check_launcher(config: RunConfig, launcher: Launcher) -> None:
     """
     if launcher.is_lorashard:
         return
-    if isinstance(config.gpus, list):
+    if isinstance(options.gpus, list):
         raise ConfigError(
             "gpus: ids cannot be chosen inside torchrun or accelerate launch, whose ranks have theirs: set "
             "CUDA_VISIBLE_DEVICES before it, or give a count"
         )
-    for name, asked in (("gpus", config.gpus), ("cpu", config.cpu)):
+    for name, asked in (("gpus", options.gpus), ("cpu", options.cpu)):
         if asked is not None and asked != launcher.local_world_size:
             raise ConfigError(
                 f"{name}: {asked} ranks are asked for, but the launcher (torchrun or accelerate launch) has started "
@@ -95,41 +95,41 @@ def check_launcher(config: RunConfig, launcher: Launcher) -> None:
             )
 
 
-def choose_ranks(config: RunConfig, gpus: VisibleGpus) -> RankChoice:
+def choose_ranks(options: BaseOptions, gpus: VisibleGpus) -> RankChoice:
     """Return the ranks to start on this machine: those asked for, else all GPUs, else one CPU rank.
 
     Raises:
         ConfigError: GPUs are asked for that are not there.
     """
-    if config.cpu is not None:
-        return RankChoice(config.cpu, "cpu")
-    if config.gpus is None:
+    if options.cpu is not None:
+        return RankChoice(options.cpu, "cpu")
+    if options.gpus is None:
         if gpus.count:
             return RankChoice(gpus.count, "cuda")
         reason = gpus.problem or "no GPU was found"
-        return RankChoice(1, "cpu", note=f"{reason}: training with one CPU rank (--cpu N chooses how many)")
+        return RankChoice(1, "cpu", note=f"{reason}: computing with one CPU rank (--cpu N chooses how many)")
     if not gpus.count:
         reason = gpus.problem or "this machine has no GPU"
         raise ConfigError(f"--gpus needs GPUs, but {reason}: give --cpu N to train with N CPU ranks")
-    if isinstance(config.gpus, int):
-        if config.gpus > gpus.count:
-            raise ConfigError(f"--gpus {config.gpus}: only {gpus.count} GPUs are visible")
-        return RankChoice(config.gpus, "cuda")
-    if max(config.gpus) >= gpus.count:
+    if isinstance(options.gpus, int):
+        if options.gpus > gpus.count:
+            raise ConfigError(f"--gpus {options.gpus}: only {gpus.count} GPUs are visible")
+        return RankChoice(options.gpus, "cuda")
+    if max(options.gpus) >= gpus.count:
         raise ConfigError(
-            f"--gpus {','.join(map(str, config.gpus))}: there is no GPU {max(config.gpus)} among the {gpus.count} "
+            f"--gpus {','.join(map(str, options.gpus))}: there is no GPU {max(options.gpus)} among the {gpus.count} "
             "visible GPUs, which are numbered from 0"
         )
-    return RankChoice(len(config.gpus), "cuda", tuple(config.gpus))
+    return RankChoice(len(options.gpus), "cuda", tuple(options.gpus))
 
 
-def check_device(config: RunConfig, device_type: str) -> None:
+def check_device(options: BaseOptions, device_type: str) -> None:
     """Refuse a dtype that the device cannot train in.
 
     Raises:
         ConfigError: float16 on the CPU.
     """
-    if config.dtype == "float16" and device_type == "cpu":
+    if options.dtype == "float16" and device_type == "cpu":
         raise ConfigError("dtype float16 needs a GPU (its loss scaling has no CPU form): use bfloat16 or float32")
 
 

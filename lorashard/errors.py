@@ -21,5 +21,9 @@ class CheckpointError(UserError):
     """A model folder, weight file or adapter that is missing, damaged or does not match."""
 
 
+class VerificationError(LorashardError):
+    """What was to be equal is not: the command line reports it in one line and exits with code 1."""
+
+
 class ShardError(LorashardError):
     """A use of the engine that would give wrong numbers: a sharded weight read, ranks that diverged, no slot left."""

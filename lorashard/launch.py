@@ -17,13 +17,14 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import psutil
 
+from .base_options import BaseOptions
 from .config import RunConfig
 from .devices import (
     RUN_ID_PREFIX,
@@ -38,6 +39,7 @@ from .devices import (
 )
 from .errors import ConfigError
 from .failures import Failure, explain_failures, explain_signal
+from .output import RESULT_FILE_VARIABLE
 from .rank import find_log
 
 GRACE_S = 15
@@ -84,13 +86,56 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
     return failure.exit_code
 
 
-def _train_here(config: RunConfig, launcher: Launcher) -> None:
-    check_launcher(config, launcher)
-    is_cpu = config.cpu is not None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+def run_command(options: BaseOptions, arguments: Sequence[str], work: Callable[[], None]) -> int:
+    """Do a command's work: here if a launcher started this process or one rank is enough, else in ranks.
+
+    Args:
+        arguments: The words of the command line that say the same to a rank.
+        work: Each rank's part; its result goes through `output.give`.
+
+    Returns:
+        The exit code, as for `finetune`.
+
+    Raises:
+        UserError: A mistake found here, before any rank starts or in this rank.
+    """
+    launcher = find_launcher(os.environ)
+    if launcher is not None:
+        _take_place(options, launcher)
+        work()
+        return 0
+    choice = choose_ranks(options, find_gpus() if options.cpu is None else VisibleGpus(0))
+    check_device(options, choice.device_type)
+    os.environ.update(build_environment(choice, os.environ) | _describe_terminal())
+    if choice.device_type == "cuda":
+        _check_torch_sees_gpus()
+    if choice.num_ranks == 1:
+        work()
+        return 0
+    command = [sys.executable, *_python_flags(), "-m", "lorashard", *arguments]
+    logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-"))
+    result_file = logs_dir / "result"
+    os.environ[RESULT_FILE_VARIABLE] = str(result_file)
+    failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr)
+    if result_file.is_file():
+        print(result_file.read_text(encoding="utf-8"), end="", flush=True)
+    if failure is not None:
+        return failure.exit_code
+    shutil.rmtree(logs_dir)
+    return 0
+
+
+def _take_place(options: BaseOptions, launcher: Launcher) -> None:
+    check_launcher(options, launcher)
+    is_cpu = options.cpu is not None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     device_type = "cpu" if is_cpu or not find_gpus().count else "cuda"
-    check_device(config, device_type)
+    check_device(options, device_type)
     if device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _train_here(config: RunConfig, launcher: Launcher) -> None:
+    _take_place(config, launcher)
     if launcher.rank == 0 and not launcher.is_lorashard:
         check_output_dir(config)
     from .train import finetune
@@ -166,12 +211,14 @@ def _python_flags() -> list[str]:
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
 
 
-def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: int = GRACE_S) -> Failure | None:
+def run_ranks(
+    command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: int = GRACE_S, mirror: TextIO | None = None
+) -> Failure | None:
     """Run a command in each of several ranks, with torchrun's environment, until all are done or one fails.
 
-    Each rank writes to `logs_dir/rank_K.log`; rank 0's log is copied to stdout as it grows. SIGINT and SIGTERM are
-    passed on. No rank, nor a process that a rank started, is left when this returns; if this process is killed, the
-    kernel kills the ranks (on Linux).
+    Each rank writes to `logs_dir/rank_K.log`; rank 0's log is copied to `mirror`, by default stdout, as it grows.
+    SIGINT and SIGTERM are passed on. No rank, nor a process that a rank started, is left when this returns; if this
+    process is killed, the kernel kills the ranks (on Linux).
 
     Args:
         command: The program and its arguments.
@@ -192,7 +239,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: i
     words = [*_python_flags(), "-m", "lorashard.rank", str(os.getpid()), str(logs_dir), *command]
     with (
         tempfile.TemporaryDirectory(prefix=".failures-", dir=logs_dir) as errors_dir,
-        _LogMirror(find_log(logs_dir, 0)),
+        _LogMirror(find_log(logs_dir, 0), mirror),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -225,11 +272,12 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs_dir: Path, grace_s: i
 
 
 class _LogMirror(threading.Thread):
-    """Copies what is added to a log to stdout, byte for byte: a progress bar's carriage returns too."""
+    """Copies what is added to a log to a stream, byte for byte: a progress bar's carriage returns too."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, stream: TextIO | None) -> None:
         super().__init__(daemon=True)
         self._log = log
+        self._stream = stream or sys.stdout
         self._offset = log.stat().st_size if log.exists() else 0
         self._file: BinaryIO | None = None
         self._is_done = threading.Event()
@@ -261,8 +309,8 @@ class _LogMirror(threading.Thread):
             self._file.seek(self._offset)
         added = self._file.read()
         if added:
-            sys.stdout.buffer.write(added)
-            sys.stdout.buffer.flush()
+            self._stream.buffer.write(added)
+            self._stream.buffer.flush()
 
 
 @contextmanager

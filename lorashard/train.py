@@ -78,6 +78,10 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         attn_implementation=config.attn_implementation,
         **placement,
     )
+    if checkpoint is not None:
+        base = api.base_of(model)
+        assert base is not None
+        base.identity.check(Path(checkpoint), config.model_name_or_path, config.allow_base_mismatch)
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     stats = api.stats(model)
     _say(

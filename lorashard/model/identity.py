@@ -1,4 +1,4 @@
-"""What a file holds, told by its hash: taken once and remembered, since weights are large."""
+"""What a base is, told by the hash of its files: taken once and remembered, since weights are large."""
 
 from __future__ import annotations
 
@@ -7,12 +7,83 @@ import json
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 from huggingface_hub import constants
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from .. import dist
+from ..errors import ConfigError
+
+ADAPTER_NAME = "adapter_model.safetensors"
+_METADATA_KEY = "lorashard.base"
+_LARGE_BYTES = 4 * 2**30
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """A base, by the sha256 of each of its weight files."""
+
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> BaseIdentity:
+        """Hash the files of a base, each on one rank.
+
+        Ranks: collective over all ranks, which must see the same files.
+        """
+        files = sorted(files)
+        share = files[dist.get_rank() :: dist.get_world_size()]
+        hashes: dict[str, str] = {}
+        for part in dist.gather_objects({file.name: hash_file(file) for file in share}):
+            hashes |= part
+        return cls(hashes)
+
+    @classmethod
+    def read(cls, adapter: Path) -> BaseIdentity | None:
+        """Return what an adapter's folder says of the base that it was trained on; None if it says nothing."""
+        file = adapter / ADAPTER_NAME
+        if not file.is_file():
+            return None
+        with safe_open(file, framework="pt") as opened:
+            text = (opened.metadata() or {}).get(_METADATA_KEY)
+        return cls(json.loads(text)) if text else None
+
+    def write(self, adapter: Path) -> None:
+        """Put this into the metadata of an adapter's file, which is replaced as a whole."""
+        file = adapter / ADAPTER_NAME
+        partial = file.with_suffix(".partial")
+        metadata = {"format": "pt", _METADATA_KEY: json.dumps(self.files, sort_keys=True)}
+        save_file(load_file(file), partial, metadata=metadata)
+        os.replace(partial, file)
+
+    def check(self, adapter: Path, base: str, allow_base_mismatch: bool = False) -> None:
+        """Refuse an adapter that was trained on another base; one that does not say passes.
+
+        Args:
+            base: the base's name, for the message.
+
+        Raises:
+            ConfigError: the files differ, unless `allow_base_mismatch`.
+        """
+        trained_on = BaseIdentity.read(adapter)
+        if trained_on is None or sorted(trained_on.files.values()) == sorted(self.files.values()):
+            return
+        differing = sorted(name for name, sha256 in self.files.items() if trained_on.files.get(name) != sha256)
+        message = (
+            f"{adapter} was trained on another base than {base}: expected weight files with the hashes that the "
+            f"adapter carries, found others ({differing[0] if differing else 'fewer files'}"
+            f"{f' and {len(differing) - 1} more' if len(differing) > 1 else ''})"
+        )
+        if not allow_base_mismatch:
+            raise ConfigError(f"{message}; give its own base, or --allow_base_mismatch to go on all the same")
+        _logger.warning("%s; going on, as allow_base_mismatch says", message)
 
 
 def find_cache_dir() -> Path:
@@ -35,23 +106,29 @@ def hash_file(file: Path) -> str:
     known_file = find_cache_dir() / "hashes.json"
     try:
         known_file.parent.mkdir(parents=True, exist_ok=True)
-        return _remember(known_file, key, resolved)
+        with FileLock(known_file.with_suffix(".lock")):
+            known = _read_known(known_file).get(key)
+        return known or _remember(known_file, key, _hash(resolved))
     except PermissionError as error:
         _logger.warning("%s cannot be written (%s), so %s is hashed each time", known_file, error.strerror, resolved)
         return _hash(resolved)
 
 
 def _hash(file: Path) -> str:
+    num_bytes = file.stat().st_size
+    if num_bytes > _LARGE_BYTES:
+        _logger.warning("hashing %s once (%.1f GiB), to know this base again", file, num_bytes / 2**30)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _remember(known_file: Path, key: str, resolved: Path) -> str:
-    with FileLock(known_file.with_suffix(".lock")):  # so the ranks of a machine read a file once, not each
-        known = json.loads(known_file.read_text(encoding="utf-8")) if known_file.exists() else {}
-        if key not in known:
-            known[key] = _hash(resolved)
-            partial = known_file.with_suffix(".partial")
-            partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-            os.replace(partial, known_file)
-    return known[key]
+def _read_known(known_file: Path) -> dict[str, str]:
+    return json.loads(known_file.read_text(encoding="utf-8")) if known_file.exists() else {}
+
+
+def _remember(known_file: Path, key: str, sha256: str) -> str:
+    with FileLock(known_file.with_suffix(".lock")):
+        partial = known_file.with_suffix(".partial")
+        partial.write_text(json.dumps(_read_known(known_file) | {key: sha256}, indent=1), encoding="utf-8")
+        os.replace(partial, known_file)
+    return sha256

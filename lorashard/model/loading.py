@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -23,7 +24,9 @@ from ..placement import ResolvedPlacement
 from .adapters import base_test
 from .checkpoint import Checkpoint, resolve_folder
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
-from .sharding import refuse_merging, shard_structure
+from .identity import BaseIdentity
+from .saved import restore
+from .sharding import LoadedBase, refuse_merging, remember_base, shard_structure
 from .sources import CheckpointSource
 from .units import find_structure
 from .weights import BaseWeights
@@ -56,7 +59,8 @@ def build_skeleton(
         expected = ", ".join(str(known.value) for known in _AUTO_CLASSES if known)
         raise ConfigError(f"task_type: expected one of {expected}, found '{task_type}'")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    config.name_or_path = model_name_or_path
+    # PEFT writes this name into the adapter's config, which is read from other folders.
+    config.name_or_path = os.path.abspath(folder) if Path(model_name_or_path).is_dir() else model_name_or_path
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = _AUTO_CLASSES[task_type].from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
@@ -77,17 +81,23 @@ def load_sharded(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
+    adapter: Path | None = None,
+    allow_base_mismatch: bool = False,
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
+    Args:
+        adapter: the folder of a saved adapter, whose config is `lora`, to go on with; without it a new one is made.
+
     Raises:
-        CheckpointError: files are missing, damaged or do not fit the model.
-        ConfigError: the adapter cannot be made on a sharded base.
+        CheckpointError: files are missing, damaged or do not fit the model or each other.
+        ConfigError: the adapter cannot be made on a sharded base, or was trained on another one.
 
     Ranks: collective over all ranks, once the checkpoint has been checked.
     Memory: the shards, the slots, and never more than one unit beside them.
     """
-    _check_initialisation(lora)
+    if adapter is None:
+        _check_initialisation(lora)
     task_type = TaskType(lora.task_type) if lora.task_type else None
     folder = resolve_folder(model_name_or_path, revision)
     with Checkpoint.open(folder) as checkpoint:
@@ -103,7 +113,11 @@ def load_sharded(
         model = get_peft_model(skeleton, lora, revision=revision)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
-        group = ShardGroup.of_size(placement.group_size)  # the first collective: nothing can be wrong any more
+        identity = BaseIdentity.of(weights.files)  # the first collective: nothing can be wrong on one rank alone
+        if adapter is not None:
+            identity.check(adapter, model_name_or_path, allow_base_mismatch)
+            restore(model, adapter)
+        group = ShardGroup.of_size(placement.group_size)
         make_home: MakeHome
         if placement.placement == "file":
             make_home = FileHomes(structure, weights, device, resident)
@@ -114,6 +128,7 @@ def load_sharded(
         shard_structure(model, structure, make_home, group, device, placement.prefetch)
     if placement.placement == "file":
         refuse_merging(model)
+    remember_base(model, LoadedBase(folder, identity))
     return model.to(device)
 
 

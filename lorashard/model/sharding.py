@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +16,19 @@ from ..dist import ShardGroup
 from ..engine import Engine, Placeholder, Unit, Visit, Weight
 from ..errors import ConfigError
 from .homes import MakeHome
+from .identity import ADAPTER_NAME, BaseIdentity
 from .units import EMBEDDING, HEAD, LAYER, FoundWeight, Structure
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
+BASE_ATTRIBUTE = "_lorashard_base"
+
+
+@dataclass(frozen=True)
+class LoadedBase:
+    """The files that a base was loaded from."""
+
+    folder: Path
+    identity: BaseIdentity
 
 
 def shard_structure(
@@ -60,6 +72,27 @@ def shard_structure(
     # accelerate and Trainer may wrap the model in DDP: it must neither broadcast nor look at the base.
     model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
     return engine
+
+
+def remember_base(model: PeftModel, base: LoadedBase) -> None:
+    """Let every adapter that `model` saves carry the hash of its base."""
+    setattr(model, BASE_ATTRIBUTE, base)
+    model.save_pretrained = partial(_save, model, model.save_pretrained, base.identity)
+
+
+def _save(
+    model: PeftModel,
+    original: Callable[..., None],
+    identity: BaseIdentity,
+    save_directory: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    original(save_directory, *args, **kwargs)
+    for name in kwargs.get("selected_adapters") or model.peft_config:
+        folder = Path(save_directory, "" if name == "default" else name)
+        if kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
+            identity.write(folder)
 
 
 def refuse_merging(model: nn.Module) -> None:

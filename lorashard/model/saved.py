@@ -1,0 +1,104 @@
+"""An adapter that was saved: find its folder, read its config, put its tensors on a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants, snapshot_download
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..engine import Placeholder
+from ..errors import CheckpointError
+from .checkpoint import explain_hub_errors
+from .identity import ADAPTER_NAME
+
+CONFIG_NAME = "adapter_config.json"
+_FILES = (CONFIG_NAME, "adapter_model.*", "*token*", "chat_template*", "*.jinja", "vocab*", "merges*", "special_*")
+
+
+def find_adapter(name: str | Path) -> Path:
+    """Return the folder of an adapter: one itself, a run's, a run's last checkpoint if it has not ended, or the hub's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists() and _is_hub_id(str(name)):
+        with explain_hub_errors(str(name), None):
+            folder = Path(
+                snapshot_download(
+                    str(name), allow_patterns=list(_FILES), local_files_only=bool(constants.HF_HUB_OFFLINE)
+                )
+            )
+    if not folder.is_dir():
+        raise CheckpointError(f"expected an adapter's folder, a run's or a hub id, found nothing at {name}")
+    if not (folder / CONFIG_NAME).is_file():
+        newest = get_last_checkpoint(str(folder))
+        if newest is None:
+            raise CheckpointError(
+                f"expected {CONFIG_NAME} or a run's checkpoints in {folder}, found neither; give the folder of an "
+                "adapter, or of a run that has saved one"
+            )
+        folder = Path(newest)
+    absent = [file for file in (CONFIG_NAME, ADAPTER_NAME) if not (folder / file).is_file()]
+    if absent:
+        raise CheckpointError(f"the adapter in {folder} is not whole: {' and '.join(absent)} missing; save it again")
+    return folder
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Return the config of the adapter in a folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder / CONFIG_NAME} cannot be read ({error}); save the adapter again") from error
+
+
+def restore(model: PeftModel, folder: Path) -> None:
+    """Put the tensors of the adapter in a folder on `model`, whose adapter was made from its config.
+
+    PEFT writes the embedding and the head into an adapter that targets them: these must be the base's own.
+
+    Args:
+        model: with placeholders for the base that can be read.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape, or have no place.
+    """
+    tensors = load_peft_weights(str(folder), device="cpu")
+    base = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, Placeholder)}
+    for name in tensors.keys() & base.keys():
+        if not _is_equal(tensors.pop(name), base[name]):
+            raise CheckpointError(
+                f"the adapter in {folder} holds a base weight of its own, '{name}', that is not the one of its base: "
+                "was the vocabulary resized, or is this another base? Save the resized model as a base of its own"
+            )
+    try:
+        result = set_peft_model_state_dict(model, tensors)
+    except RuntimeError as error:  # torch's, for shapes
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the adapter in {folder} does not fit its base: {reason}") from error
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = sorted(name for name in result.missing_keys if name in trainable)
+    for fault, names in (("are missing", missing), ("have no place", sorted(result.unexpected_keys))):
+        if names:
+            raise CheckpointError(
+                f"the adapter in {folder} does not fit its base: {len(names)} tensors {fault}, such as '{names[0]}'; "
+                "give the base that it was trained on, and the whole adapter"
+            )
+
+
+def _is_equal(tensor: torch.Tensor, weight: Placeholder) -> bool:
+    assert weight.reader is not None
+    return tensor.shape == weight.shape and torch.equal(tensor.to(weight.dtype), weight.reader().cpu())
