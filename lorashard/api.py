@@ -23,8 +23,10 @@ from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, shard_
 from .model.sources import MemorySource
 from .model.units import find_decoder_stack, find_structure
 from .placement import PlacementOptions, ResolvedPlacement, explain_placement, read_placement, resolve_placement
-from .plan.auto import BaseModel
+from .plan.auto import BaseModel, Training, plan_here
+from .plan.choose import PlanError
 from .plan.inference import plan_inference
+from .plan.trace import Microbatch
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ def load(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     device: torch.device | None = None,
+    per_device_train_batch_size: int | None = None,
+    max_length: int | None = None,
+    activation_checkpointing: bool = True,
     **placement_options: Any,
 ) -> PeftModel:
     """Load a checkpoint with its frozen base sharded and a new adapter on top.
@@ -54,6 +59,10 @@ def load(
         dtype: the base's, which is also what it computes in.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+        per_device_train_batch_size: rows of a microbatch, as the trainer will be told. With `max_length` it lets
+            `auto` plan for the memory and speed of these ranks, and say why it takes what it takes.
+        max_length: tokens of the longest row, padding included.
+        activation_checkpointing: whether the trainer will use it.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`.
@@ -66,14 +75,28 @@ def load(
     Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
     Memory: never more than one unit beyond this rank's shards and slots.
     """
+    if (per_device_train_batch_size is None) != (max_length is None):
+        raise ConfigError("per_device_train_batch_size and max_length: expected both, to plan with, or neither")
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
+    device = device or own_device
+    if isinstance(asked, PlacementOptions) and asked.is_placement_open and per_device_train_batch_size and max_length:
+        base = BaseModel(str(model_name_or_path), lora, dtype, revision, trust_remote_code, attn_implementation)
+        microbatch = Microbatch(
+            per_device_train_batch_size,
+            max_length,
+            device.type,
+            has_mask=per_device_train_batch_size > 1,
+            checkpointing={} if activation_checkpointing else None,
+            layer_rows=asked.layer_microbatch_size,
+        )
+        asked = _plan(base, microbatch, device, asked)
     resolved = _resolve(asked)
     model = load_sharded(
         str(model_name_or_path),
         lora,
         resolved,
-        device or own_device,
+        device,
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -240,6 +263,22 @@ def join_launch() -> torch.device:
             f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
         )
     return torch.device("cpu") if state.device.type == "cpu" else state.device  # it may say cpu:0
+
+
+def _plan(
+    base: BaseModel, microbatch: Microbatch, device: torch.device, options: PlacementOptions
+) -> ResolvedPlacement | PlacementOptions:
+    env = dist.read_launcher_env()
+    ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
+    try:
+        plan = plan_here(base, Training(microbatch), device, ranks_per_node, options)
+    except PlanError as error:
+        reason, chosen = f"{error}; taking shard, give placement for another", None
+    else:
+        reason, chosen = plan.reason, plan.choice.placement
+    if dist.get_rank() == 0:
+        _logger.warning("placement: %s", reason)
+    return chosen or options
 
 
 def _resolve(options: PlacementOptions | ResolvedPlacement) -> ResolvedPlacement:

@@ -212,13 +212,6 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         return self
 
     @property
-    def is_placement_open(self) -> bool:
-        """Whether something of the placement is left to be planned."""
-        is_asked = "resident_layers" in self.model_fields_set and self.resident_layers == "auto"
-        is_asked |= self.activation_checkpointing_layers == "auto"
-        return self.combine()["placement"] == "auto" or is_asked
-
-    @property
     def resumes_in_place(self) -> bool:
         """Whether the run goes on with the run in its own folder, rather than anew or from another's checkpoint."""
         checkpoint = self.resume_from_checkpoint

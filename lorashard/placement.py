@@ -27,7 +27,7 @@ class PlacementOptions(BaseModel):
     placement: Literal["auto", "replicate", "shard", "host", "file"] = "auto"
     """Where the base rests: `shard` keeps 1/N of it on each of N ranks, `replicate` all of it, `host` 1/N in each
     rank's host memory, `file` nothing: it is read from the checkpoint's own files. With `auto`, `finetune` plans and
-    takes the fastest that fits; `load` and `shard`, which do not know the batch, take `shard`."""
+    takes the fastest that fits; so does `load` where it is told the batch. `shard` knows none, and takes `shard`."""
     cpu_offload: bool = False
     """The same as `placement: host`."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
@@ -36,7 +36,7 @@ class PlacementOptions(BaseModel):
     """Shard over this many consecutive ranks, or over those of a node, and replicate across; not given: over all."""
     resident_layers: Literal["auto", "all"] | int = "auto"
     """How many decoder layers, spread evenly, stay whole on each rank; `all` means every unit; `auto` is planned by
-    `finetune`, and 0 for `load` and `shard`."""
+    `finetune`, and by `load` where it is told the batch; else it is 0."""
     prefetch: int = Field(default=1, ge=0)
     """How many layers ahead to gather or copy; each takes a slot of memory."""
     layer_microbatch_size: int | None = Field(default=None, ge=1)
@@ -45,7 +45,7 @@ class PlacementOptions(BaseModel):
 
     activation_checkpointing_layers: Literal["auto", "all"] | int = "all"
     """How many decoder layers activation checkpointing recomputes, spread evenly; the others keep their activations.
-    With `auto`, `finetune` leaves out as many as memory allows; `load` and `shard` need a number."""
+    With `auto`, `finetune`, and `load` where it is told the batch, leave out as many as memory allows."""
 
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
@@ -64,6 +64,13 @@ class PlacementOptions(BaseModel):
             if getattr(self, name) not in (None, "auto"):
                 raise ValueError(f"{name} has no meaning with placement: {meant['placement']}, which shards nothing")
         return self
+
+    @property
+    def is_placement_open(self) -> bool:
+        """Whether something is left to be planned."""
+        is_asked = "resident_layers" in self.model_fields_set and self.resident_layers == "auto"
+        is_asked |= self.activation_checkpointing_layers == "auto"
+        return self.combine()["placement"] == "auto" or is_asked
 
     def combine(self) -> dict[str, Any]:
         """Return what is meant after FSDP's names and `cpu_offload` have had their say."""

@@ -264,6 +264,27 @@ def test_the_ranks_that_run_plan_together(tmp_path):
     assert first[0] == "replicate"
 
 
+def check_load(rank: int, base: str, options: dict[str, Any]) -> tuple[bool, int]:
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model = lorashard.load(base, lora, dtype=torch.float32, **options)
+    stats = lorashard.stats(model)
+    return stats.num_gathers == 0 and stats.bytes_at_rest > 0, stats.num_resident
+
+
+def test_load_plans_when_it_is_told_the_batch(tmp_path, caplog):
+    """Catches an `auto` that shards a model that fits whole, for want of a batch that the script has told."""
+    base = save_base(tmp_path, "llama")
+    batch = {"per_device_train_batch_size": 2, "max_length": 16, "activation_checkpointing_layers": "auto"}
+    assert run_ranks(check_load, 2, base, batch) == [(True, NUM_LAYERS + 2)] * 2  # whole on each rank
+    assert run_ranks(check_load, 2, base, {}) == [(True, 0)] * 2
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    with caplog.at_level("WARNING", "lorashard"):
+        lorashard.load(base, lora, dtype=torch.float32, **batch)
+    assert any("placement: " in record.getMessage() for record in caplog.records)
+    with pytest.raises(ConfigError, match="expected both"):
+        lorashard.load(base, lora, max_length=16)
+
+
 def check_probe(rank: int, folder: str) -> list:
     cache = Path(folder) / f"rank_{rank}" / "speeds.json"
     hardware = probe(torch.device("cpu"), torch.float32, cache)
