@@ -277,11 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(args=words, prog_name="lorashard", standalone_mode=False) or 0
     except UserError as error:
-        _report(error, is_user_error=True)
-        return 2
+        return _report(error, exit_code=2, is_plain=True)
     except VerificationError as error:
-        _report(error, is_user_error=True)
-        return 1
+        return _report(error, exit_code=1, is_plain=True)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -289,20 +287,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
             return error.exit_code
-        _report(error, is_user_error=False)
-        return 1
+        return _report(error, exit_code=1, is_plain=False)
 
 
-def _report(error: Exception, is_user_error: bool) -> None:
+def _report(error: Exception, exit_code: int, is_plain: bool) -> int:
     """Say why the command failed, once, however many ranks run it."""
     from .devices import find_launcher
     from .failures import record_failure
 
     error = error.with_traceback(_skip_typer(error.__traceback__))
-    record_failure(error, is_user_error)
-    if not is_user_error:
+    record_failure(error, exit_code, is_plain)
+    if not is_plain:
         traceback.print_exception(error)
-        return
+        return exit_code
     try:
         launcher = find_launcher(os.environ)
     except UserError:
@@ -311,6 +308,7 @@ def _report(error: Exception, is_user_error: bool) -> None:
     is_told = launcher is not None and "TORCHELASTIC_ERROR_FILE" in os.environ
     if launcher is None or not is_told or (launcher.rank == 0 and not launcher.is_lorashard):
         print(f"lorashard: error: {error}", file=sys.stderr)
+    return exit_code
 
 
 def _skip_typer(frames: TracebackType | None) -> TracebackType | None:

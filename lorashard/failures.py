@@ -22,8 +22,11 @@ _NEAR_S = 5
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-def record_failure(error: BaseException, is_user_error: bool) -> None:
+def record_failure(error: BaseException, exit_code: int, is_plain: bool) -> None:
     """Leave an error where the launcher looks for it: torch's elastic launcher, torchrun and accelerate know the form.
+
+    Args:
+        is_plain: Whether its message is all that a person needs.
 
     Torch's own writer knows only whole seconds, too coarse to tell which of two ranks failed first.
     """
@@ -35,7 +38,8 @@ def record_failure(error: BaseException, is_user_error: bool) -> None:
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(time.time())),
         "time_s": time.time(),
-        "user_error": str(error) if is_user_error else None,
+        "exit_code": exit_code,
+        "user_error": str(error) if is_plain else None,
     }
     message = {"message": {"message": f"{name}: {error}" if str(error) else name, "extraInfo": details}}
     Path(path).write_text(json.dumps(message), encoding="utf-8")
@@ -60,14 +64,15 @@ def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> 
     rank, failure = _find_first(failures)
     log = find_log(logs_dir, rank)
     details = _read_details(failure)
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and not details:
         name = failure.signal_name()
         hint = ": out of memory? The kernel's log (dmesg) tells" if -failure.exitcode == signal.SIGKILL else ""
         return Failure(1, f"error: rank {rank} was killed by {name}{hint} (log: {log})", log)
-    if failure.exitcode == 2:
+    # One that had said why was on its way out when the launcher ended the others.
+    if failure.exitcode == 2 or details.get("user_error"):
         reason = details.get("user_error") or _read_last_line(log).removeprefix("lorashard: error: ")
         on_rank = "" if rank == 0 else f" (rank {rank}, log: {log})"
-        return Failure(2, f"error: {reason}{on_rank}", log)
+        return Failure(details.get("exit_code", 2), f"error: {reason}{on_rank}", log)
     reason = details.get("error") or _read_last_line(log) or "it said nothing"
     return Failure(1, f"error: rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})", log)
 

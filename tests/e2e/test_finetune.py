@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import build_base
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -210,6 +210,15 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
     assert not any(
         "base_layer" in name or "embed" in name for name in load_file(next(checkpoint.glob("*.safetensors")))
     )
+
+    shutil.copytree(task / "model", task / "changed")
+    tensors = load_file(task / "changed" / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, task / "changed" / "model.safetensors", metadata={"format": "pt"})
+    other = dict(options, model=task / "changed", resume_from_checkpoint=checkpoint)
+    refused = run([*LORASHARD, "finetune", *make_options(task, "other", **other)], task)
+    assert refused.returncode == 2 and "another base" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert train(task, "other", **other, allow_base_mismatch="true", overwrite_output_dir="true") != resumed
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ while not Path(folder, "pid_0").exists() or not Path(folder, "pid_1").exists():
 if behaviour == "user_error":
     from lorashard.errors import ConfigError
     from lorashard.failures import record_failure
-    record_failure(ConfigError("the rows are bad"), is_user_error=True)
+    record_failure(ConfigError("the rows are bad"), exit_code=2, is_plain=True)
     sys.exit(2)
 if rank == 1 and behaviour == "raise":
     raise ValueError("boom")

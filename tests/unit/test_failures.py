@@ -67,6 +67,16 @@ def test_a_users_mistake_is_said_plainly(tmp_path: Path) -> None:
     assert (failure.exit_code, failure.message) == (2, "error: no such file")
 
 
+def test_a_mistake_is_said_by_a_rank_that_the_launcher_ended_on_its_way_out(tmp_path: Path) -> None:
+    """Catches the launcher's own SIGTERM taken for the cause, when all ranks find a mistake at once."""
+    first = make_failure(-15, error=ConfigError("no such file"), time_s=100.1)
+    failure = explain_failures(
+        {1: make_failure(2, error=ConfigError("no such file"), time_s=100.2), 0: first}, tmp_path
+    )
+
+    assert (failure.exit_code, failure.message) == (2, "error: no such file")
+
+
 @pytest.mark.parametrize(("written", "reason"), [("step 1\nOSError: disk full\n\n", "OSError: disk full"), ("", "")])
 def test_a_rank_that_left_no_note_is_explained_by_its_log(tmp_path: Path, written: str, reason: str) -> None:
     """Catches a failure of which only the exit code is told."""
@@ -82,9 +92,11 @@ def test_notes_are_written_as_torch_reads_them(tmp_path: Path, monkeypatch: pyte
 
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    record_failure(ConfigError("no such file"), is_user_error=True)
-    failure, crash = (ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path)) for code in (2, 1))
+    record_failure(ConfigError("no such file"), exit_code=2, is_plain=True)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
+    record_failure(ValueError("bad batch"), exit_code=1, is_plain=False)
+    crash = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
 
     assert explain_failures({0: failure}, tmp_path).message == "error: no such file"
-    assert "rank 0 failed: ConfigError: no such file" in explain_failures({0: crash}, tmp_path).message
+    assert "rank 0 failed: ValueError: bad batch" in explain_failures({0: crash}, tmp_path).message
     assert json.loads(path.read_text())["message"]["extraInfo"]["time_s"] > 0
