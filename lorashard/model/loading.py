@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .. import dist
 from ..dist import ShardGroup
 from ..engine import HostCopies, Placeholder
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..placement import ResolvedPlacement
 from .adapters import base_test
 from .checkpoint import Checkpoint, resolve_folder
@@ -83,11 +85,13 @@ def load_sharded(
     attn_implementation: str | None = None,
     adapter: Path | None = None,
     allow_base_mismatch: bool = False,
+    allow_unexpected: Sequence[str] = (),
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
     Args:
         adapter: the folder of a saved adapter, whose config is `lora`, to go on with; without it a new one is made.
+        allow_unexpected: prefixes of stored keys for which the model need have no place.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
@@ -107,13 +111,14 @@ def load_sharded(
             checkpoint,
             dtype,
             allow_missing=_NEW_HEADS.get(task_type, ()),
-            allow_unexpected=_UNUSED_HEADS.get(task_type, ()),
+            allow_unexpected=(*_UNUSED_HEADS.get(task_type, ()), *allow_unexpected),
         )
         _put_placeholders(skeleton, weights, device)
         model = get_peft_model(skeleton, lora, revision=revision)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
-        identity = BaseIdentity.of(weights.files)  # the first collective: nothing can be wrong on one rank alone
+        _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
+        identity = BaseIdentity.of(weights.files)
         if adapter is not None:
             identity.check(adapter, model_name_or_path, allow_base_mismatch)
             restore(model, adapter)
@@ -130,6 +135,16 @@ def load_sharded(
         refuse_merging(model)
     remember_base(model, LoadedBase(folder, identity))
     return model.to(device)
+
+
+def _check_commit(folder: Path) -> None:
+    """Refuse a hub model whose branch has moved between one rank's look and another's."""
+    commits = set(dist.gather_objects(folder.name if folder.parent.name == "snapshots" else ""))
+    if len(commits) > 1:
+        raise CheckpointError(
+            f"expected one commit of the model on all ranks, found {' and '.join(sorted(commits))}: its branch moved, "
+            "or their caches differ; start again with --model_revision and the commit"
+        )
 
 
 def _check_initialisation(lora: PeftConfig) -> None:

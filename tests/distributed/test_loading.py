@@ -37,6 +37,22 @@ MOE = dict(
 )
 
 
+def check_commits(rank: int, folder: str) -> str:
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    try:
+        lorashard.load(str(Path(folder) / "snapshots" / f"commit{rank}"), lora, "shard")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_two_commits_are_refused(tmp_path):
+    """Catches a branch that moves while the ranks start: each would shard another model."""
+    for rank in range(2):
+        save_base(tmp_path / "snapshots" / f"commit{rank}", "llama")
+    assert all("found commit0 and commit1" in message for message in run_ranks(check_commits, 2, str(tmp_path)))
+
+
 def save_base(folder: Path, family: str) -> str:
     torch.manual_seed(0)
     if family == "mixtral":
