@@ -1,7 +1,8 @@
-"""What the benchmarks share: starting ranks, reading memory, describing the machine, writing records."""
+"""What the benchmarks share: their commands, starting ranks, reading memory, describing the machine, records."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib.metadata
 import json
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,51 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "deepspeed", "lorashard")
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark that starts ranks is told; a benchmark adds what is its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=2816)
+    parser.add_argument("--vocab", type=int, default=8000)
+    parser.add_argument("--out", type=Path, help="where to write the record")
+    parser.add_argument("--table", type=Path, metavar="RECORD", help="print what a record says, measure nothing")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    return parser
+
+
+def add_step_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Let `parser` say where steps are run and what each trains on; `steps` of them if it is not told."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--steps", type=int, default=steps, help="measured steps of each that takes turns")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a microbatch on each rank")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--lora-r", type=int, default=16)
+
+
+def run_command(
+    args: argparse.Namespace,
+    name: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    make_table: Callable[[dict[str, Any]], str],
+    run_rank: Callable[[str], None],
+) -> None:
+    """Do what `args` of `make_parser` ask for: a rank's job, the table of a record, or to measure.
+
+    Args:
+        name: of the record's file.
+    """
+    if args.job:
+        run_rank(args.job)
+    elif args.table:
+        print(make_table(json.loads(args.table.read_text())))
+    else:
+        record = measure(args)
+        write_record(record, args.out or RECORDS / f"{name}.json")
+        print(make_table(record))
 
 
 class Sampler:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import read_memory, report
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -270,3 +274,29 @@ def start_ranks(device_type: str, shares_gpu: bool = False) -> torch.device:
     else:
         dist.init_process_group("nccl", device_id=device)
     return device
+
+
+Measure = Callable[[dict[str, Any], ModelSize, torch.device], dict[str, Any]]
+
+
+def run_job(job_path: str, measures: Mapping[str, Measure]) -> None:
+    """Measure on this rank what the job says, and report it to the parent.
+
+    Args:
+        measures: by what a job calls them.
+    """
+    job = json.loads(Path(job_path).read_text())
+    device = start_ranks(job["device"])
+    report(job_path, measures[job["measure"]](job, ModelSize(**job["size"]), device))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the GPU memory that tensors take, or on a CPU this process's anonymous memory."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else read_memory()["RssAnon"]

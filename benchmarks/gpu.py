@@ -7,9 +7,10 @@
 The base has random weights; it is written once as safetensors (16 GB) and used again if `--folder` names where. Each
 contender has a process, and so a CUDA context, of its own, and `--seconds` to load and to measure in; what it has not
 measured by then, or why it failed, stands in the record, and the whole run ends within 8 minutes. The loss is the
-model's own: with 16,384 tokens its float32 logits and their gradients take about 30 GB, the whole step about 60 GB.
-Then two gloo ranks share the card, so that shards, slots and streams are exercised (NCCL refuses two ranks on one
-card), and NCCL runs with one rank; their gradients are compared bit for bit, in torch's deterministic mode.
+model's own: with 16,384 tokens its float32 logits and their gradients take 25 GB and the whole step 46 GB, by the
+plan, whose peaks stand beside those that are measured. Then two gloo ranks share the card, so that shards, slots and
+streams are exercised (NCCL refuses two ranks on one card), and NCCL runs with one rank; their gradients are compared
+bit for bit, in torch's deterministic mode.
 
 It needs no more than `lorashard.load` does: torch, transformers, peft, accelerate, safetensors, pydantic, psutil and
 filelock. DeepSpeed is optional: `pip install deepspeed`.
@@ -24,18 +25,27 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import RECORDS, Outcome, describe_environment, format_table, try_launch, write_record
-from gpu_jobs import CHECKS, PLACEMENTS, WARMUP_STEPS, WAYS
+from contenders import trainable_parameters
+from gpu_jobs import CHECKPOINTING, CHECKS, PLACEMENTS, WARMUP_STEPS, WAYS, make_lora
+from peft import PeftModel
 from random_base import LORA_R, SHAPES, Shape
+
+from lorashard.placement import PlacementOptions
+from lorashard.plan.auto import BaseModel, Training, plan_training
+from lorashard.plan.hardware import Cluster, find_gpu_type
+from lorashard.plan.trace import Microbatch
 
 JOBS = Path(__file__).with_name("gpu_jobs.py")
 RUN_S = 460
 CHECK_S = 75
 LOSS_TOLERANCE = 0.01
+PLAN_TOLERANCE = 0.1
 
 
 def main() -> None:
@@ -69,6 +79,9 @@ def slug(name: str) -> str:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run every job and return the record."""
     begin_s = time.monotonic()
+    shape = SHAPES[args.shape]
+    # First: what cannot be planned is told before a GPU's minutes are spent.
+    planned = plan_peaks(shape, "cuda") if args.device == "cuda" else {}
 
     def run(what: str, world_size: int, most_s: float, **job: Any) -> dict[str, Any]:
         left_s = RUN_S - (time.monotonic() - begin_s)
@@ -101,8 +114,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 found[name] = run("contender", int(WAYS[name].needs_ranks), args.seconds, **job)
     contenders = {name: found[name] for name in WAYS if name in found}
     checks = {name: found[name] for name in CHECKS if name in found}
-    shape = SHAPES[args.shape]
-    add_comparisons(contenders, prepared["host_to_device_bytes_per_s"])
+    add_comparisons(contenders, prepared["host_to_device_bytes_per_s"], planned)
     config = {"shape": args.shape, **asdict(shape), "lora_r": LORA_R, "dtype": "bfloat16"}
     config |= {"device": args.device, "activation_checkpointing": True, "optimizer": "torch.optim.AdamW"}
     config |= {"warmup_steps": WARMUP_STEPS, "measured_steps": args.steps, "seconds_of_each": args.seconds}
@@ -118,6 +130,36 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Bf16Model(BaseModel):
+    """A base whose adapter is in bf16 too, as the contenders train it."""
+
+    def build(self) -> PeftModel:
+        model = super().build()
+        for parameter in trainable_parameters(model):
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return model
+
+
+def plan_peaks(shape: Shape, device_type: str) -> dict[str, dict[str, int]]:
+    """Return the bytes that the plan foresees for each placement, and for each batch by its tokens."""
+    # Bytes are the same on every GPU, and what does not fit is measured all the same.
+    cluster = Cluster(replace(find_gpu_type("h100-sxm"), device_type=device_type), 1, 1, free_bytes=2**50)
+    peaks: dict[str, dict[str, int]] = {name: {} for name in PLACEMENTS}
+    with tempfile.TemporaryDirectory() as folder:
+        shape.make_config().save_pretrained(folder)
+        base = Bf16Model(folder, make_lora())
+        for rows, tokens in shape.batches:
+            microbatch = Microbatch(
+                rows, tokens, device_type, loss="model", is_autocast=False, checkpointing=CHECKPOINTING
+            )
+            training = Training(microbatch, optimizer="sgd")
+            for row in plan_training(base, training, cluster, PlacementOptions(resident_layers=0)).rows:
+                # The plan has the adapter and its gradients; AdamW adds two states in the adapter's dtype.
+                peaks[row.placement.placement][str(rows * tokens)] = row.peak_bytes + row.adapter_bytes
+    return peaks
+
+
 def merge_reports(outcome: Outcome) -> dict[str, Any]:
     """Return the first rank's report, with the error that ended a rank, if one did."""
     errors = [found["error"] for found in outcome.reports if found and "error" in found]
@@ -125,22 +167,26 @@ def merge_reports(outcome: Outcome) -> dict[str, Any]:
     return (outcome.reports[0] or {}) | ({"error": error} if error else {})
 
 
-def add_comparisons(contenders: dict[str, Any], link_bytes_per_s: float | None) -> None:
-    """Add to each contender's batches what only shows beside plain PEFT's and beside the link."""
+def add_comparisons(
+    contenders: dict[str, Any], link_bytes_per_s: float | None, planned: dict[str, dict[str, int]]
+) -> None:
+    """Add to each contender's batches what only shows beside plain PEFT's, the link and the plan."""
     plain = contenders.get("peft", {}).get("batches", {})
-    for contender in contenders.values():
-        for name, own in contender.get("batches", {}).items():
+    for name, contender in contenders.items():
+        for tokens, own in contender.get("batches", {}).items():
             if "step_s" not in own:
                 continue
-            # Where the planner's prediction for this placement and batch is to stand.
-            own["predicted_peak_bytes"] = None
+            own["predicted_peak_bytes"] = planned.get(name, {}).get(tokens)
+            own["plan_error"] = None
+            if own["predicted_peak_bytes"] and own["peak_bytes"]:
+                own["plan_error"] = abs(own["peak_bytes"] / own["predicted_peak_bytes"] - 1)
             own["link_use"] = None
             if link_bytes_per_s and own["copied_bytes_per_s"] is not None:
                 own["link_use"] = own["copied_bytes_per_s"] / link_bytes_per_s
             own["times_plain"] = own["largest_loss_difference"] = None
-            if "step_s" in plain.get(name, {}):
-                own["times_plain"] = own["step_s"]["median"] / plain[name]["step_s"]["median"]
-                pairs = zip(own["losses"], plain[name]["losses"], strict=False)  # one may have run out of time
+            if "step_s" in plain.get(tokens, {}):
+                own["times_plain"] = own["step_s"]["median"] / plain[tokens]["step_s"]["median"]
+                pairs = zip(own["losses"], plain[tokens]["losses"], strict=False)  # one may have run out of time
                 own["largest_loss_difference"] = max(abs(mine - other) / other for mine, other in pairs)
 
 
@@ -166,8 +212,7 @@ def judge(contenders: dict[str, Any], checks: dict[str, Any], shape: Shape) -> d
         "device allocations after the first step": bar(worst("allocations_after_first_step", *PLACEMENTS), at_most=0),
         "loss difference from plain PEFT": bar(worst("largest_loss_difference", *PLACEMENTS), at_most=LOSS_TOLERANCE),
         "differing gradients in the checks": bar(sum(differing) if differing else None, at_most=0),
-        # The planner's prediction is not made here yet: see predicted_peak_bytes.
-        "peak / planned peak": bar(None, at_most=1.1),
+        "peak's difference from the plan's, worst batch": bar(worst("plan_error", *PLACEMENTS), at_most=PLAN_TOLERANCE),
     }
 
 
@@ -181,7 +226,8 @@ def bar(found: float | None, at_most: float | None = None, at_least: float | Non
 def make_tables(record: dict[str, Any]) -> str:
     """Return the markdown tables of a record, with a line that says what was measured."""
     config, hardware, link = record["config"], record["hardware"], record["link"]
-    header = ["", "tokens a step", "step, s", "tokens/s", "x plain", "exposed wait, s", "use of link", "peak, GiB"]
+    header = ["", "tokens a step", "step, s", "tokens/s", "x plain", "exposed wait, s", "use of link"]
+    header += ["peak, GiB", "planned, GiB"]
     rows = []
     for name, contender in record["contenders"].items():
         for tokens, own in sorted(contender.get("batches", {}).items(), key=lambda item: int(item[0])):
@@ -190,11 +236,12 @@ def make_tables(record: dict[str, Any]) -> str:
                 cells += [f"{own['step_s']['median']:.3f}", f"{own['tokens_per_s']:,.0f}"]
                 cells += [show(own["times_plain"], "{:.2f}"), show(own["exposed_wait_s"], "{:.3f}")]
                 cells += [show(own["link_use"], "{:.0%}"), show(own["peak_bytes"], "{:.1f}", 2**30)]
+                cells += [show(own["predicted_peak_bytes"], "{:.1f}", 2**30)]
             else:
-                cells += [own["error"], *[""] * 5]
+                cells += [own["error"], *[""] * 6]
             rows.append(cells)
         if "error" in contender:
-            rows.append([WAYS[name].title, "", contender["error"], *[""] * 5])
+            rows.append([WAYS[name].title, "", contender["error"], *[""] * 6])
     bars = []
     for title, one in record["bars"].items():
         limit = f"at least {one['at_least']:g}" if "at_least" in one else f"at most {one['at_most']:g}"

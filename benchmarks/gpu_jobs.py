@@ -27,6 +27,7 @@ from contenders import (
     fill_adapter,
     make_batches,
     start_ranks,
+    synchronize,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from random_base import LORA_R, SHAPES, Shape, write_base
@@ -41,9 +42,14 @@ from lorashard.engine.streams import SideStream
 
 WARMUP_STEPS = 2
 PASSES = 2
+CHECKPOINTING = {"use_reentrant": False}
 
 
 # -- the contenders ----------------------------------------------------------------------------------------------------
+
+
+def make_lora() -> LoraConfig:
+    return LoraConfig(r=LORA_R, lora_alpha=2 * LORA_R, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def load_on_host(folder: str, lora: LoraConfig, device: torch.device) -> PeftModel:
@@ -70,10 +76,9 @@ class Way:
 
     def build(self, folder: str, shape: Shape, device: torch.device) -> Contender:
         """Return the contender, with a seeded bf16 adapter on all linears and activation checkpointing."""
-        lora = LoraConfig(r=LORA_R, lora_alpha=2 * LORA_R, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = self.load(folder, lora, device)
+        model = self.load(folder, make_lora(), device)
         fill_adapter(model)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable(dict(CHECKPOINTING))
         return self.kind(model.train(), shape.size(*shape.batches[0]), device)
 
 
@@ -116,11 +121,6 @@ def start_alone(device_type: str) -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def count_allocations(device: torch.device) -> int:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import (
-    RECORDS,
     Sampler,
     count_threads,
     describe_environment,
@@ -31,11 +30,12 @@ from common import (
     in_mib,
     largest,
     launch,
+    make_parser,
     read_memory,
     report,
     return_free_memory,
+    run_command,
     summarise,
-    write_record,
 )
 from contenders import ModelSize, build_base, start_ranks
 from peft import LoraConfig, get_peft_model
@@ -49,28 +49,13 @@ COMMANDS = {"python": "`python -c pass`", "lorashard": "`lorashard --help`"}
 
 def main() -> None:
     args = parse_args()
-    if args.job:
-        run_rank(args.job)
-    elif args.table:
-        print(make_tables(json.loads(args.table.read_text())))
-    else:
-        record = measure(args)
-        write_record(record, args.out or RECORDS / f"load_and_startup-cpu-{args.world_size}.json")
-        print(make_tables(record))
+    run_command(args, f"load_and_startup-cpu-{args.world_size}", measure, make_tables, run_rank)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, default=2)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="loads each way")
     parser.add_argument("--starts", type=int, default=10, help="starts of each command")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2816)
-    parser.add_argument("--vocab", type=int, default=8000)
-    parser.add_argument("--out", type=Path, help="where to write the record")
-    parser.add_argument("--table", type=Path, metavar="RECORD", help="print the tables of a record, measure nothing")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -14,29 +14,28 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import (
-    RECORDS,
     Sampler,
+    add_step_options,
     count_threads,
     describe_environment,
     format_table,
     in_mib,
     largest,
     launch,
-    read_memory,
-    report,
+    make_parser,
     return_free_memory,
+    run_command,
     summarise,
-    write_record,
 )
 from contenders import (
     CONTENDERS,
@@ -45,8 +44,10 @@ from contenders import (
     ModelSize,
     build_contenders,
     deepspeed_config,
+    held_bytes,
     make_batches,
-    start_ranks,
+    run_job,
+    synchronize,
 )
 
 WARMUP_STEPS = 2
@@ -62,31 +63,13 @@ NOT_INSTALLED = "not installed"
 
 def main() -> None:
     args = parse_args()
-    if args.job:
-        run_rank(args.job)
-    elif args.table:
-        print(make_table(json.loads(args.table.read_text())))
-    else:
-        record = measure(args)
-        write_record(record, args.out or RECORDS / f"peers-{args.device}-{args.world_size}.json")
-        print(make_table(record))
+    run_rank = partial(run_job, measures={"time": measure_time, "memory": measure_memory})
+    run_command(args, f"peers-{args.device}-{args.world_size}", measure, make_table, run_rank)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of each contender")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2816)
-    parser.add_argument("--vocab", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=2, help="sequences on each rank")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--lora-r", type=int, default=16)
-    parser.add_argument("--out", type=Path, help="where to write the record")
-    parser.add_argument("--table", type=Path, metavar="RECORD", help="print the table of a record, measure nothing")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser = make_parser(__doc__)
+    add_step_options(parser, steps=7)
     return parser.parse_args()
 
 
@@ -204,16 +187,6 @@ def make_table(record: dict[str, Any]) -> str:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def run_rank(job_path: str) -> None:
-    """Do what the job says and report it to the parent."""
-    job = json.loads(Path(job_path).read_text())
-    device = start_ranks(job["device"])
-    run = measure_memory if job["measure"] == "memory" else measure_time
-    report(job_path, run(job, ModelSize(**job["size"]), device))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def measure_time(job: dict[str, Any], size: ModelSize, device: torch.device) -> dict[str, Any]:
     """Let the contenders take turns and return each one's step seconds, first losses and gradient errors."""
     contenders = build_contenders(job["names"], size, job["activation_checkpointing"], device)
@@ -253,11 +226,6 @@ def time_step(contender: Contender, batch: Batch, device: torch.device) -> tuple
     contender.step(batch)
     synchronize(device)
     return time.perf_counter() - begin_s, time.process_time() - processor_begin_s
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def compare_gradients(contenders: dict[str, Contender], is_exact: bool) -> dict[str, float]:
@@ -334,11 +302,6 @@ def measure_memory(job: dict[str, Any], size: ModelSize, device: torch.device) -
         shared = {f"peak_{name}": num_bytes for name, num_bytes in sampler.peak_bytes.items() if name != "RssAnon"}
         peak = {"peak": sampler.peak_bytes["RssAnon"]} | shared
     return {"memory_bytes": {"before_model": before, "at_rest": at_rest} | peak}
-
-
-def held_bytes(device: torch.device) -> int:
-    """Return the GPU memory that tensors take, or on a CPU this process's anonymous memory."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else read_memory()["RssAnon"]
 
 
 if __name__ == "__main__":

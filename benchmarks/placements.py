@@ -12,32 +12,31 @@ measured here. Gradients of the first step are compared with `replicate`'s, bit 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import (
-    RECORDS,
     Sampler,
+    add_step_options,
     count_threads,
     describe_environment,
     format_table,
     in_mib,
     largest,
     launch,
-    read_memory,
-    report,
+    make_parser,
     return_free_memory,
+    run_command,
     summarise,
-    write_record,
 )
-from contenders import ModelSize, build_base, make_batches, start_ranks, trainable_parameters
+from contenders import ModelSize, build_base, held_bytes, make_batches, run_job, synchronize, trainable_parameters
 from peft import LoraConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,31 +76,13 @@ def list_variants(batch_size: int) -> dict[str, Variant]:
 
 def main() -> None:
     args = parse_args()
-    if args.job:
-        run_rank(args.job)
-    elif args.table:
-        print(make_table(json.loads(args.table.read_text())))
-    else:
-        record = measure(args)
-        write_record(record, args.out or RECORDS / f"placements-{args.device}-{args.world_size}.json")
-        print(make_table(record))
+    run_rank = partial(run_job, measures={"time": measure_time, "memory": measure_memory})
+    run_command(args, f"placements-{args.device}-{args.world_size}", measure, make_table, run_rank)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each placement")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2816)
-    parser.add_argument("--vocab", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a microbatch on each rank")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--lora-r", type=int, default=16)
-    parser.add_argument("--out", type=Path, help="where to write the record")
-    parser.add_argument("--table", type=Path, metavar="RECORD", help="print the table of a record, measure nothing")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser = make_parser(__doc__)
+    add_step_options(parser, steps=5)
     return parser.parse_args()
 
 
@@ -116,9 +97,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         build_base(size).save_pretrained(folder)
         job = {"size": asdict(size), "device": args.device, "steps": args.steps, "folder": folder}
-        timed = launch(Path(__file__), job | {"names": list(variants)}, args.world_size, args.device)
+        timed = launch(Path(__file__), job | {"measure": "time", "names": list(variants)}, args.world_size, args.device)
         memory = {
-            name: launch(Path(__file__), job | {"names": [name], "memory": True}, args.world_size, args.device)
+            name: launch(Path(__file__), job | {"measure": "memory", "names": [name]}, args.world_size, args.device)
             for name in ("replicate", "file", "shard", "host")
         }
     tokens = MICROBATCHES * size.batch_size * size.sequence_tokens * args.world_size
@@ -168,7 +149,7 @@ def make_table(record: dict[str, Any]) -> str:
     rows = []
     for name, found in record["variants"].items():
         engine = found["engine"]
-        held_bytes = engine["bytes_at_rest"] + engine["host_bytes_at_rest"] + engine["slot_bytes"]
+        num_bytes = engine["bytes_at_rest"] + engine["host_bytes_at_rest"] + engine["slot_bytes"]
         rows.append(
             [
                 name,
@@ -177,7 +158,7 @@ def make_table(record: dict[str, Any]) -> str:
                 f"{found['times_replicate']['median']:.2f}",
                 f"{found['times_floor']:.2f}",
                 f"{found['exposed_wait_s']['median']:.2f}",
-                in_mib(held_bytes),
+                in_mib(num_bytes),
                 in_mib(found["memory_bytes"]["peak"]) if "memory_bytes" in found else "",
             ]
         )
@@ -195,17 +176,6 @@ def make_table(record: dict[str, Any]) -> str:
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
-
-
-def run_rank(job_path: str) -> None:
-    """Do what the job says and report it to the parent."""
-    job = json.loads(Path(job_path).read_text())
-    device = start_ranks(job["device"])
-    size = ModelSize(**job["size"])
-    run = measure_memory if job.get("memory") else measure_time
-    report(job_path, run(job, size, device))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def build(variant: Variant, folder: str, size: ModelSize, device: torch.device) -> DistributedDataParallel:
@@ -258,11 +228,11 @@ def measure_time(job: dict[str, Any], size: ModelSize, device: torch.device) -> 
         for name in list(variants) if turn % 2 == 0 else reversed(variants):
             waited_s = lorashard.stats(models[name].module).wait_s
             dist.barrier()
-            _synchronize(device)
+            synchronize(device)
             begin_s = time.perf_counter()
             run_step(models[name], optimizers[name], rows, variants[name].is_layer_major)
             optimizers[name].step()
-            _synchronize(device)
+            synchronize(device)
             if turn >= WARMUP_STEPS:
                 found[name].seconds.append(time.perf_counter() - begin_s)
                 found[name].waited.append(lorashard.stats(models[name].module).wait_s - waited_s)
@@ -316,17 +286,17 @@ def measure_gathers(size: ModelSize, device: torch.device) -> float:
     seconds = []
     for _ in range(8):
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         begin_s = time.perf_counter()
         group.all_gather(whole, shard).wait()
-        _synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - begin_s)
     return whole.numel() / statistics.median(seconds)
 
 
 def measure_memory(job: dict[str, Any], size: ModelSize, device: torch.device) -> dict[str, Any]:
     """Return the bytes that one variant, alone on fresh ranks, holds before the model and at its peak."""
-    before_bytes = _held_bytes(device)
+    before_bytes = held_bytes(device)
     variant = list_variants(size.batch_size)[job["names"][0]]
     model = build(variant, job["folder"], size, device)
     optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-4)
@@ -340,15 +310,6 @@ def measure_memory(job: dict[str, Any], size: ModelSize, device: torch.device) -
             optimizer.step()
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sampler.peak_bytes["RssAnon"]
     return {"memory_bytes": {"before_model": before_bytes, "peak": peak_bytes}}
-
-
-def _held_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else read_memory()["RssAnon"]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -87,24 +87,24 @@ def sum_up(events: Iterable[Any], total_s: float, exposed_s: float) -> dict[str,
     `exposed_s`, the seconds in which the computation waited.
     """
     events = list(events)
-    has_device = any(event.device_type != torch.autograd.DeviceType.CPU for event in events)
-    kinds = {
-        "gather_s": ("gloo:broadcast", "nccldevkernel_broadcast", "allgather", "all_gather"),
-        "copy_s": ("memcpy htod",) if has_device else ("unshard ",),
-        "all_reduce_s": ("gloo:all_reduce", "allreduce"),
-    }
+    on_device = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]
+    kinds: dict[str, tuple[str, ...]]
+    if on_device:  # a host's range that covers device work is shown on the device too
+        work = [event for event in on_device if not event.is_user_annotation]
+        kinds = {
+            "gather_s": ("nccldevkernel_broadcast", "allgather", "all_gather"),
+            "copy_s": ("memcpy htod",),
+            "all_reduce_s": ("allreduce",),
+        }
+    else:  # gloo's own all-gathers are not the base's, but those of the trainer's figures
+        work = [event for event in events if event.name.lower().startswith(("gloo:", "unshard "))]
+        kinds = {"gather_s": ("gloo:broadcast",), "copy_s": ("unshard ",), "all_reduce_s": ("gloo:all_reduce",)}
     sums = dict.fromkeys(kinds, 0.0)
-    for event in events:
+    for event in work:
         name = event.name.lower()
-        is_on_device = event.device_type != torch.autograd.DeviceType.CPU
-        # A host's range that covers device work is shown on the device too.
-        is_work = (
-            is_on_device and not event.is_user_annotation if has_device else name.startswith(("gloo:", "unshard "))
-        )
-        if is_work:
-            for kind, words in kinds.items():
-                if any(word in name for word in words):
-                    sums[kind] += event.time_range.elapsed_us() / 1e6
+        for kind, words in kinds.items():
+            if any(word in name for word in words):
+                sums[kind] += event.time_range.elapsed_us() / 1e6
     return {"total_s": total_s, "compute_s": total_s - exposed_s, "exposed_s": exposed_s, **sums}
 
 
@@ -122,14 +122,12 @@ def describe(ranks: Sequence[dict[str, float]], first: int, last: int) -> str:
     compute = [facts["compute_s"] for facts in ranks]
     slowest, fastest = compute.index(max(compute)), compute.index(min(compute))
     spread = max(compute) / max(min(compute), 1e-9) - 1
-    if len(ranks) == 1:
-        pass
-    elif spread > 0.1:
+    if spread > 0.1:
         lines.append(
             f"**Rank {slowest} computes {spread:.0%} longer than rank {fastest}**: the others wait for it in each "
             "gather and all-reduce. Look at the lengths of its rows, its device's clock, and what else runs there."
         )
-    else:
+    elif len(ranks) > 1:
         lines.append(f"The ranks are even: their computing differs by {spread:.0%}.")
     waiting = max(facts["exposed_s"] / facts["total_s"] for facts in ranks)
     lines.append(

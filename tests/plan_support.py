@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from tiny import add_lora, build_base, set_checkpointing
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from lorashard.plan.size import build_meta_model
@@ -37,3 +39,15 @@ def build_sized(family: str, dtype: torch.dtype = torch.float32, **sizes: Any) -
     """Return a seeded base in which activations outweigh what an allocator rounds up."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 5}
     return build_base(family, dtype, **wide | sizes)
+
+
+def measure_peak(step: Callable[[], object]) -> int:
+    """Return the most bytes that torch's allocator had given out at once in `step`, over those that it began with."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    live_bytes = peak_bytes = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live_bytes += event.nbytes()
+        peak_bytes = max(peak_bytes, live_bytes)
+    return peak_bytes

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from plan_support import measure_peak
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(out: Path, *options: str) -> tuple[dict, str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--shape", "tiny", "--steps", "1"]
-    result = subprocess.run(
-        [*command, "--out", str(out), *options], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(out.read_text()), result.stdout
+@pytest.fixture
+def gpu(monkeypatch):
+    """benchmarks/gpu.py as a module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    return gpu
+
+
+@pytest.fixture
+def run(gpu, monkeypatch, capsys):
+    """Measure the tiny model as the command does, and return the record and what is printed."""
+
+    def run(out: Path, *options: str) -> tuple[dict, str]:
+        words = ["gpu.py", "--device", "cpu", "--shape", "tiny", "--steps", "1", "--out", str(out), *options]
+        monkeypatch.setattr(sys, "argv", words)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        gpu.main()
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return run
 
 
 def check_contender(found: dict) -> None:
@@ -31,7 +46,7 @@ def check_contender(found: dict) -> None:
         assert batch["peak_bytes"] is batch["predicted_peak_bytes"] is batch["allocations_by_step"] is None
 
 
-def test_the_base_is_written_and_contenders_compute_alike(tmp_path):
+def test_the_base_is_written_and_contenders_compute_alike(run, tmp_path):
     """A GPU is at hand for minutes: a run that dies of a misspelt key there measures nothing."""
     folder = tmp_path / "base"
     record, table = run(tmp_path / "record.json", "--folder", str(folder), "--only", "host", "peft")
@@ -48,7 +63,7 @@ def test_the_base_is_written_and_contenders_compute_alike(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_everything_runs(tmp_path):
+def test_everything_runs(run, tmp_path):
     """The peers and the two ranks take a minute more."""
     record, _ = run(tmp_path / "record.json")
     for name in ("peft", "replicate", "host", "file", "fsdp2"):
@@ -59,22 +74,45 @@ def test_everything_runs(tmp_path):
     assert record["bars"]["host's use of the link, 16 tokens"]["is_met"] is None
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """benchmarks/gpu.py as a module, whose processes are made up."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu
+def test_the_planned_peak_is_that_of_the_contender(gpu, tmp_path):
+    """Catches a plan of other training than the contenders': an fp32 adapter, a fused loss, no recomputation."""
+    import gpu_jobs
 
-    return gpu
+    shape, device = gpu.SHAPES["tiny"], torch.device("cpu")
+    gpu_jobs.write_base(shape.make_config(), tmp_path, device)
+    planned = gpu.plan_peaks(shape, "cpu")
+    for name in ("replicate", "file"):
+        contender = gpu_jobs.WAYS[name].build(str(tmp_path), shape, device)
+        # The base rests in the files, or in memory.
+        resting = [p for p in contender.model.parameters() if p.requires_grad or name == "replicate"]
+        for rows, tokens in shape.batches:
+            (batch,) = gpu_jobs.make_batches(shape.size(rows, tokens), 1, 0, device)
+            contender.step(batch)  # the optimizer's state rests
+            peak_bytes = measure_peak(partial(contender.step, batch))
+            states = [value for state in contender.optimizer.state.values() for value in state.values()]
+            found_bytes = peak_bytes + sum(tensor.nbytes for tensor in resting + states)
+            assert planned[name][str(rows * tokens)] == pytest.approx(found_bytes, rel=gpu.PLAN_TOLERANCE)
 
 
-def make_report(step_s: float, copied_bytes_per_s: float | None = None, losses=(12.0, 11.0), allocations: int = 0):
+def test_every_placement_and_batch_is_planned_on_a_gpu(gpu):
+    """Catches a bar that passes since nothing was foreseen; that the base's bytes differ is all that placing does."""
+    shape = gpu.SHAPES["tiny"]
+    planned = gpu.plan_peaks(shape, "cuda")
+    assert planned.keys() == gpu.PLACEMENTS.keys()
+    assert all(peaks.keys() == {"16", "128", "32"} for peaks in planned.values())
+    assert planned["host"] == planned["file"]
+    assert all(planned["host"][tokens] < planned["replicate"][tokens] for tokens in planned["host"])
+
+
+def make_report(
+    step_s: float, copied_bytes_per_s: float | None = None, losses=(12.0, 11.0), allocations=0, peak_bytes=2**34
+):
     batch = {
         "step_s": {"median": step_s},
         "tokens_per_s": 1 / step_s,
         "exposed_wait_s": 0.1,
         "copied_bytes_per_s": copied_bytes_per_s,
-        "peak_bytes": 2**34,
+        "peak_bytes": peak_bytes,
         "allocations_after_first_step": allocations,
         "losses": list(losses),
     }
@@ -88,7 +126,7 @@ def test_bars_and_failures_are_recorded(gpu, monkeypatch):
         "peft": make_report(1.0),
         "replicate": make_report(1.03),
         "host": make_report(1.05, 45e9, losses=(12.0, 11.05), allocations=1),
-        "file": make_report(1.2, 10e9),
+        "file": make_report(1.2, 10e9, peak_bytes=1.11 * 2**34),
         "two_gloo_ranks": {"differing": 2},
         "fsdp2": {"batches": {"512": {"error": "OutOfMemoryError: no"}}},
     }
@@ -98,6 +136,8 @@ def test_bars_and_failures_are_recorded(gpu, monkeypatch):
         return gpu.Outcome([found], None if found else "took longer than 60 s")
 
     monkeypatch.setattr(gpu, "try_launch", launch)
+    planned = {name: {"512": 2**34, "16384": 1.05 * 2**34} for name in gpu.PLACEMENTS}
+    monkeypatch.setattr(gpu, "plan_peaks", lambda shape, device_type: planned)
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     record = gpu.measure(gpu.parse_args())
@@ -109,11 +149,18 @@ def test_bars_and_failures_are_recorded(gpu, monkeypatch):
         "device allocations after the first step": False,
         "loss difference from plain PEFT": True,
         "differing gradients in the checks": False,
-        "peak / planned peak": None,
+        "peak's difference from the plan's": False,
     }
+    batches = {name: record["contenders"][name]["batches"] for name in ("peft", "host")}
+    assert [batches["host"][tokens]["plan_error"] for tokens in ("512", "16384")] == [0, pytest.approx(1 - 1 / 1.05)]
+    assert batches["peft"]["512"]["predicted_peak_bytes"] is batches["peft"]["512"]["plan_error"] is None
     assert record["contenders"]["zero3"] == {"error": "not installed"}
     assert record["checks"]["nccl_alone"] == {"error": "took longer than 60 s"}
     table = gpu.make_tables(json.loads(json.dumps(record)))
-    for part in ("| FSDP2, CPUOffloadPolicy | 512 | OutOfMemoryError: no |", "| 90% |", "two_gloo_ranks: FAILED"):
+    for part in (
+        "| FSDP2, CPUOffloadPolicy | 512 | OutOfMemoryError: no |",
+        "| 90% | 16.0 | 16.8 |",
+        "two_gloo_ranks: FAILED",
+    ):
         assert part in table
     assert gpu.slug(record["hardware"]["gpus"][0]) == "nvidia-h100-80gb-hbm3"

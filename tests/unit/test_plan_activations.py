@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
-from plan_support import build_meta, build_sized, build_trained
+from plan_support import build_meta, build_sized, build_trained, measure_peak
 from tiny import make_batch
-from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -35,19 +34,12 @@ def compute_loss(model: PeftModel, microbatch: Microbatch) -> torch.Tensor:
         return -model(**batch, fused_lm_head=True).log_probs.sum()
 
 
-def measure_peak(model: PeftModel, microbatch: Microbatch) -> int:
-    """Return the most bytes that torch's allocator had given out at once, over those that rest between microbatches."""
+def measure_training(model: PeftModel, microbatch: Microbatch) -> int:
+    """Return the most bytes that training takes at once, over those that rest between microbatches."""
     if microbatch.loss == "fused":
         add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
     compute_loss(model, microbatch).backward()  # gradients rest
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        compute_loss(model, microbatch).backward()
-    live_bytes = peak_bytes = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live_bytes += event.nbytes()
-        peak_bytes = max(peak_bytes, live_bytes)
-    return peak_bytes
+    return measure_peak(lambda: compute_loss(model, microbatch).backward())
 
 
 def build_mistral(dtype: torch.dtype):
@@ -85,7 +77,7 @@ def test_predicted_activations_are_what_training_allocates(
         return build_mistral(dtype) if family == "mistral" else build_sized(family, dtype)
 
     predicted = trace(build_meta(build(), dropout), microbatch)
-    measured_bytes = measure_peak(build_trained(build(), microbatch, dropout), microbatch)
+    measured_bytes = measure_training(build_trained(build(), microbatch, dropout), microbatch)
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
 
 
@@ -99,7 +91,7 @@ def test_a_large_vocabulary_is_in_the_peak(dtype, loss):
         return build_sized("llama", dtype, vocab_size=4096, num_hidden_layers=2)
 
     predicted = trace(build_meta(build()), microbatch)
-    measured_bytes = measure_peak(build_trained(build(), microbatch), microbatch)
+    measured_bytes = measure_training(build_trained(build(), microbatch), microbatch)
     assert predicted.logits_bytes > predicted.layer_bytes
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
 
@@ -110,7 +102,7 @@ def test_a_few_layers_tell_of_all(checkpointing):
     microbatch = replace(CPU, checkpointing=checkpointing)
     deep = build_sized("llama", num_hidden_layers=24)
     predicted = trace(build_meta(deep), microbatch)
-    measured_bytes = measure_peak(build_trained(deep, microbatch), microbatch)
+    measured_bytes = measure_training(build_trained(deep, microbatch), microbatch)
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.05)
     assert len(predicted.forward) == len(predicted.backward) == 24
 
@@ -140,7 +132,7 @@ def test_experts_are_traced():
     base = MixtralForCausalLM(config).to(torch.bfloat16)
     lora = {"target_modules": ["q_proj", "v_proj"]}
     predicted = trace(build_meta(base, **lora), CPU)
-    measured_bytes = measure_peak(build_trained(base, CPU, **lora), CPU)
+    measured_bytes = measure_training(build_trained(base, CPU, **lora), CPU)
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
 
 
@@ -164,7 +156,7 @@ def test_rows_that_take_turns_need_less_inside_a_layer():
     assert parts.layer_bytes < whole.layer_bytes / 2
     model = build_trained(base, microbatch)
     split_layers(find_decoder_stack(model)[1], 2)
-    assert parts.peak_bytes == pytest.approx(measure_peak(model, microbatch), rel=0.1)
+    assert parts.peak_bytes == pytest.approx(measure_training(model, microbatch), rel=0.1)
     assert parts.forward[0].flops == pytest.approx(whole.forward[0].flops, rel=0.05)
 
 

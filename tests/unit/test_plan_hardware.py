@@ -21,8 +21,27 @@ from lorashard.forecast import describe_training
 from lorashard.plan.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
 from lorashard.plan.probe import probe
 from lorashard.plan.size import build_meta_model, compare_with_headers, measure_model
+from lorashard.plan.trace import trace
 
 GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def trace_once(traced, monkeypatch):
+    """Let plans of the same model and microbatch share what is traced."""
+
+    def remember(model, microbatch):
+        key = (str(model), model.dtype, repr(microbatch))
+        if key not in traced:
+            traced[key] = trace(model, microbatch)
+        return traced[key]
+
+    monkeypatch.setattr("lorashard.plan.auto.trace", remember)
 
 
 @pytest.fixture
