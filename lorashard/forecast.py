@@ -42,6 +42,8 @@ def plan_run(
     Raises:
         UserError: the model cannot be found or planned, or there is no length to plan for.
     """
+    if config.dataset and epoch_tokens is None:
+        notes = [*notes, "the dataset is not read here: give the tokens of an epoch with --epoch_tokens for its time"]
     training = describe_training(config, cluster.hardware.device_type, epoch_tokens=epoch_tokens)
     return plan_training(describe_base(config), training, cluster, config, notes)
 
@@ -133,6 +135,7 @@ def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, S
     gpu_type = wanted.gpu_type or guess_gpu_type("", given_bytes or 0)
     hardware = wanted.apply(find_gpu_type(gpu_type))
     cluster = Cluster(hardware, num_gpus or 1, wanted.nodes, usable_bytes(hardware.memory_bytes))
-    if wanted.gpu_type is not None:
-        return cluster, ()
-    return cluster, [f"no such GPUs are here, so their speeds are those of {gpu_type}; give --gpu_type for another"]
+    notes = ["the host memory of machines that are not here is not known: compare what is needed with what they have"]
+    if wanted.gpu_type is None:
+        notes.append(f"no such GPUs are here, so their speeds are those of {gpu_type}; give --gpu_type for another")
+    return cluster, notes

@@ -122,6 +122,26 @@ def read_placement(**options: object) -> PlacementOptions:
         raise ConfigError(explain_invalid(error)) from error
 
 
+def check_group_size(group_size: int, world_size: int) -> None:
+    """Refuse groups that cannot share out the ranks.
+
+    Raises:
+        ConfigError: `group_size` does not divide `world_size`.
+    """
+    if world_size % group_size:
+        raise ConfigError(f"shard_group_size: expected a divisor of the {world_size} ranks, found {group_size}")
+
+
+def check_num_layers(name: str, asked: str | int, num_layers: int) -> None:
+    """Refuse more decoder layers than a model has.
+
+    Raises:
+        ConfigError: `asked` is a larger number.
+    """
+    if isinstance(asked, int) and asked > num_layers:
+        raise ConfigError(f"{name}: this model has {num_layers} decoder layers, found {asked}; for all of them say all")
+
+
 def resolve_placement(options: PlacementOptions, world_size: int, node_size: int | None) -> ResolvedPlacement:
     """Return what the options mean for a number of ranks.
 
@@ -142,10 +162,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
     group_size: int = (node_size if asked == "node" else asked) or world_size
     if placement in ("replicate", "file"):
         group_size = 1
-    if world_size % group_size:
-        raise ConfigError(
-            f"shard_group_size: expected a divisor of the {world_size} ranks, found {asked} ({group_size} ranks)"
-        )
+    check_group_size(group_size, world_size)
     resident = 0 if meant["resident_layers"] == "auto" else meant["resident_layers"]
     checkpointed = options.activation_checkpointing_layers
     if checkpointed == "auto":

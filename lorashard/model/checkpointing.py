@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..placement import check_num_layers
 from .units import find_decoder_stack, spread
 
 
@@ -19,9 +20,10 @@ def checkpoint_some(model: PeftModel, num_layers: int) -> None:
     Trainer switches it on when training begins, so what it calls is wrapped.
 
     Raises:
-        ConfigError: the decoder layers do not checkpoint themselves as transformers' own do.
+        ConfigError: there are fewer decoder layers, or they do not checkpoint themselves as transformers' own do.
     """
     _, stack = find_decoder_stack(model)
+    check_num_layers("activation_checkpointing_layers", num_layers, len(stack))
     if any(not hasattr(layer, "gradient_checkpointing") for layer in stack):
         raise ConfigError(
             f"activation_checkpointing_layers: {type(stack[0]).__name__} does not checkpoint itself as transformers' "

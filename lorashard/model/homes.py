@@ -9,6 +9,7 @@ import torch
 
 from ..dist import ShardGroup
 from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placeholder
+from ..placement import check_num_layers
 from .converted import find_converted
 from .mapped import MappedFiles
 from .sources import CheckpointSource, Source, fill_shard, plan_unit
@@ -106,4 +107,6 @@ def choose_resident(structure: Structure, resident_layers: str | int) -> list[Fo
     """Return the units that stay whole: all, or that many decoder layers, spread evenly."""
     if resident_layers == "all":
         return structure.units
-    return spread([unit for unit in structure.units if unit.kind == LAYER], int(resident_layers))
+    layers = [unit for unit in structure.units if unit.kind == LAYER]
+    check_num_layers("resident_layers", resident_layers, len(layers))
+    return spread(layers, int(resident_layers))

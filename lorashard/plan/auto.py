@@ -72,13 +72,14 @@ def plan_training(
         UserError: the model cannot be found or planned.
     """
     options = options or PlacementOptions()
-    size = measure_model(base.build())
+    model = base.build()
+    size = measure_model(model)
     microbatch = training.microbatch
     saved_activations = None
     if microbatch.checkpointing is not None and options.activation_checkpointing_layers != "all":
         saved_activations = trace(base.build(), replace(microbatch, checkpointing=None))
     workload = Workload(
-        activations=trace(base.build(), microbatch),
+        activations=trace(model, microbatch),
         microbatch_tokens=microbatch.num_tokens,
         saved_activations=saved_activations,
         accumulation_steps=training.accumulation_steps,
@@ -100,7 +101,8 @@ def plan_here(
     Ranks: collective over all ranks.
     """
     num_nodes = dist.get_world_size() // ranks_per_node
-    cluster = Cluster(probe(device, base.dtype), ranks_per_node, num_nodes, 0, psutil.virtual_memory().available)
+    host_bytes = min(dist.gather_objects(psutil.virtual_memory().available))
+    cluster = Cluster(probe(device, base.dtype), ranks_per_node, num_nodes, 0, host_bytes)
     return agree_on_plan(
         measure_free_bytes(device, ranks_per_node),
         lambda free_bytes: plan_training(base, training, replace(cluster, free_bytes=free_bytes), options),

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import dist
 from ..errors import ConfigError, UserError
-from ..placement import PlacementOptions, ResolvedPlacement
+from ..placement import PlacementOptions, ResolvedPlacement, check_group_size, check_num_layers
 from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
 from .hardware import Cluster
 from .size import ModelSize
@@ -155,8 +155,11 @@ def _candidates(
             "all" if recomputed == "auto" else recomputed,
         )
 
+    check_num_layers("resident_layers", asked_layers, len(size.layers))
+    check_num_layers("activation_checkpointing_layers", options.activation_checkpointing_layers, len(size.layers))
     if asked_size is not None:
         groups = [on_node if asked_size == "node" else asked_size]
+        check_group_size(groups[0], everyone)
     else:
         groups = [everyone, on_node] if cluster.num_nodes > 1 < on_node else [everyone]
     streaming = [make("shard", group) for group in groups if everyone > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -175,11 +176,11 @@ def fit_resident_layers(
     size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement
 ) -> ResolvedPlacement | None:
     """Return `placement` with as many resident layers as fit, or None if not one does."""
-    for count in range(len(size.layers), 0, -1):
-        candidate = replace(placement, resident_layers=count)
-        if _fits(size, workload, cluster, candidate):
-            return candidate
-    return None
+    counts = range(1, len(size.layers) + 1)
+    candidates = [replace(placement, resident_layers=count) for count in counts]
+    # Each takes more than the one before: the number that fit is where the first does not.
+    num_fitting = bisect(candidates, False, key=lambda candidate: not _fits(size, workload, cluster, candidate))
+    return candidates[num_fitting - 1] if num_fitting else None
 
 
 def fit_saving_layers(

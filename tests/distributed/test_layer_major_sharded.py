@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,35 @@ def check_gradients(rank: int) -> dict[str, float]:
 def test_pieces_of_a_sharded_models_batch_give_the_plain_models_gradients():
     """The order of the sum over rows differs, nothing else: a unit that is gone before its last piece would show."""
     for worst in run_ranks(check_gradients, 2):
+        assert {case: error for case, error in worst.items() if error > 1e-5} == {}
+
+
+def check_placements(rank: int, folder: str, cases: list[dict[str, Any]]) -> dict[str, float]:
+    plain = build_model(checkpointing="non-reentrant")
+    plain(**make_batch(rows=5), use_cache=False).loss.backward()
+    expected = take_gradients(plain)
+    worst = {}
+    for options in cases:
+        lora = plain.peft_config["default"]
+        split = lorashard.load(folder, lora, dtype=torch.float32, layer_microbatch_size=2, **options)
+        set_checkpointing(split, "non-reentrant")
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                if parameter.requires_grad:
+                    split.get_parameter(name).copy_(parameter)
+        split.train()(**make_batch(rows=5), use_cache=False).loss.backward()
+        worst[str(options)] = find_worst(take_gradients(split), expected)
+    return worst
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_pieces_of_a_batch_are_right_wherever_the_base_rests(tmp_path, world_size):
+    """Catches a unit that is copied or mapped and gone before its last piece has been computed."""
+    build_base().save_pretrained(tmp_path)
+    cases: list[dict[str, Any]] = [{"placement": name} for name in ("replicate", "host", "file")]
+    cases += [{"placement": "shard", "resident_layers": 2}]
+    cases += [{"placement": "shard", "shard_group_size": 2}] if world_size == 4 else []
+    for worst in run_ranks(check_placements, world_size, str(tmp_path), cases):
         assert {case: error for case, error in worst.items() if error > 1e-5} == {}
 
 

@@ -133,6 +133,20 @@ def test_what_was_asked_for_is_kept():
     assert plan(prefetch=3).choice.placement.prefetch == 3
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    (
+        ({"shard_group_size": 3}, "divisor of the 4 ranks, found 3"),
+        ({"resident_layers": 99}, "resident_layers: this model has .* found 99"),
+        ({"activation_checkpointing_layers": 99}, "activation_checkpointing_layers: this model has .* found 99"),
+    ),
+)
+def test_what_cannot_run_is_not_planned(asked, message):
+    """Catches rows of numbers for ranks or layers that are not there, and a wish that is dropped in silence."""
+    with pytest.raises(ConfigError, match=message):
+        plan(**asked)
+
+
 def test_a_placement_that_was_asked_for_and_does_not_fit_is_refused():
     """Catches another placement taken in silence."""
     made = plan(placement="replicate", cluster=make_cluster(free_bytes=7 * GIB))
