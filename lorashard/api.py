@@ -13,9 +13,12 @@ from peft import PeftConfig, PeftModel
 from . import dist
 from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
+from .merging.merge import MergeReport, merge_checkpoint, merge_live
 from .model.adapters import base_test, find_adapter_parameters
+from .model.checkpoint import Checkpoint, resolve_folder
 from .model.checkpointing import checkpoint_some
 from .model.homes import ShardedHomes, choose_resident
+from .model.identity import BaseIdentity
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
 from .model.saved import find_adapter, read_config
@@ -139,10 +142,7 @@ def load_adapter(
     asked = read_placement(placement=placement, **placement_options)
     folder = find_adapter(adapter)
     config = read_config(folder)
-    base = base or config.base_model_name_or_path
-    if not base:
-        raise ConfigError(f"{folder} does not say on which base it was trained: give base")
-    revision = revision or config.revision
+    base, revision = _find_base(folder, config, base, revision)
     config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
     device = join_launch() if device is None else device
     described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation)
@@ -209,6 +209,66 @@ def _finish(model: PeftModel, resolved: ResolvedPlacement) -> PeftModel:
     adapter = find_adapter_parameters(model)
     dist.broadcast_(parameter.data for parameter in model.parameters() if parameter in adapter)
     return model
+
+
+def merge(
+    adapter: str | Path | PeftModel,
+    out: str | Path,
+    base: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_base_mismatch: bool = False,
+    device: torch.device | None = None,
+) -> MergeReport:
+    """Write an adapter merged into its base as a model of its own, a unit at a time.
+
+    The weights equal those of PEFT's `merge_and_unload` on the same device, bit for bit, under the names that they have
+    in the base's files. Where an adapter changes one of two tied weights they are untied, which a warning says.
+
+    Args:
+        adapter: a folder or hub id as for `load_adapter`; or a live model from this module, which stays as it is.
+        out: a folder that does not exist or is empty; it appears when it is complete.
+        base: where the base is, if not where the adapter says; for a live model it is known.
+        dtype: what is computed in and written; the default is the base's own, a live model's what it computes in.
+        max_shard_size: of each file, in bytes or such as "5GB".
+
+    Raises:
+        ConfigError: PEFT cannot merge the adapter, it was trained on another base, or `out` holds something.
+        CheckpointError: files are missing, damaged or do not fit each other, or writing failed.
+
+    Ranks: collective over all ranks, which share the work.
+    Memory: the adapter, and two units.
+    """
+    if isinstance(adapter, PeftModel):
+        return merge_live(
+            adapter, Path(out), dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
+        )
+    folder = find_adapter(adapter)
+    base, revision = _find_base(folder, read_config(folder), base, revision)
+    device = join_launch() if device is None else device
+    base_folder = resolve_folder(base, revision)
+    with Checkpoint.open(base_folder) as checkpoint:
+        files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    BaseIdentity.of(files).check(folder, base, allow_base_mismatch)
+    return merge_checkpoint(
+        folder,
+        Path(out),
+        base_folder,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _find_base(folder: Path, config: PeftConfig, base: str | None, revision: str | None) -> tuple[str, str | None]:
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ConfigError(f"{folder} does not say on which base it was trained: give base")
+    return name, revision or (None if base else config.revision)
 
 
 def stats(model: torch.nn.Module) -> Stats:

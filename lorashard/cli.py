@@ -1,4 +1,4 @@
-"""The command line: `lorashard finetune | plan | preview | validate | generate | eval | verify | ... | version`.
+"""The command line: `lorashard finetune | plan | preview | validate | chat | generate | eval | verify | ... | version`.
 
 Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 128 + n after signal
 n. Heavy imports wait inside the commands: help and mistakes are answered without torch.
@@ -200,6 +200,43 @@ def _plan(
 
     print(render_plan(plan, cluster.num_ranks))
     return 0
+
+
+@app.command("chat", cls=_use_command("ChatOptions"), context_settings=_ANY_OPTIONS)
+def _chat(ctx: typer.Context) -> int:
+    """Talk to an adapter on its base."""
+    from .use_options import ChatOptions
+
+    options = ChatOptions.read(ctx.args)
+    from .launch import run_command
+
+    def work() -> None:
+        from .chat import chat
+
+        chat(options)
+
+    return run_command(options, ["chat", *ctx.args], work, is_interactive=True)
+
+
+@app.command("merge", cls=_use_command("MergeOptions"), context_settings=_ANY_OPTIONS)
+def _merge(ctx: typer.Context) -> int:
+    """Write an adapter merged into its base, as a model of its own."""
+    from .use_options import MergeOptions
+
+    options = MergeOptions.read(ctx.args)
+    from .launch import run_command
+
+    def work() -> None:
+        from .merge_command import merge
+
+        merge(options)
+
+    exit_code = run_command(options, ["merge", *ctx.args], work)
+    if exit_code:  # ranks that were killed could not clear up
+        from .merging.staging import remove_partial
+
+        remove_partial(Path(options.out))
+    return exit_code
 
 
 @app.command("generate", cls=_use_command("GenerateOptions"), context_settings=_ANY_OPTIONS)

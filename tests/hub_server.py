@@ -1,11 +1,13 @@
 """A stand-in for the Hugging Face hub: folders served as model and dataset repos, over real HTTP on this machine.
 
 It answers what huggingface_hub and datasets ask in order to download: a repo's commit, its tree, its files by range. As
-on the hub, large files are redirected to another host, and a gated repo shows its file names to everybody.
+on the hub, large files are redirected to another host, and a gated repo shows its file names to everybody. It takes
+uploads from those who have a token, all files in one commit.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -84,12 +86,14 @@ class HubServer:
 
     Attributes:
         log: Every request so far.
+        uploaded: Files that were committed, by repo and path.
     """
 
     def __init__(self, models: Mapping[str, HubRepo], datasets: Mapping[str, HubRepo]) -> None:
         self.repos = {f"models/{name}": repo for name, repo in models.items()}
         self.repos |= {f"datasets/{name}": repo for name, repo in datasets.items()}
         self.log: list[Request] = []
+        self.uploaded: dict[str, dict[str, bytes]] = {}
 
     def __enter__(self) -> HubServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -137,9 +141,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        form = parse_qs(body)
         url = urlsplit(self.path)
         match [unquote(part) for part in url.path.strip("/").split("/")]:
+            case ["api", "repos", "create"]:
+                self._create(json.loads(body))
+            case ["api", "models", org, name, "preupload", _]:
+                paths = [file["path"] for file in json.loads(body)["files"]]
+                files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]
+                self._send_json({"files": files})
+            case ["api", "models", org, name, "commit", _]:
+                self._commit(f"{org}/{name}", [json.loads(line) for line in body.splitlines()])
             case ["api", ("models" | "datasets") as kind, org, name, *question]:
                 self._answer_question(f"{kind}/{org}/{name}", question, parse_qs(url.query), form)
             case ["large", kind, org, name, *path]:
@@ -173,6 +186,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_json([repo.describe(path) for path in form.get("paths", []) if path in known])
             case _:
                 self._refuse(404, "", "Not Found")
+
+    def _create(self, wanted: dict[str, Any]) -> None:
+        repo = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
+        if "Authorization" not in self.headers:
+            self._refuse(401, "", "Invalid username or password.")
+        else:
+            self.hub.uploaded.setdefault(repo, {})
+            self._send_json({"url": f"{self.hub.endpoint}/{repo}", "id": repo, "name": repo})
+
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        files = [line["value"] for line in lines if line["key"] == "file"]
+        self.hub.uploaded[repo] |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+        url = f"{self.hub.endpoint}/{repo}"
+        self._send_json({"commitUrl": f"{url}/commit/abc", "commitOid": "abc", "success": True, "hookOutput": ""})
 
     def _resolve(self, key: str, revision: str, path: str) -> None:
         repo = self._find(key, revision)

@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from ..errors import CheckpointError
@@ -153,6 +154,18 @@ def _choose_dtypes(
         name: next((kept for pattern, kept in plan.items() if pattern.search(name)), tensor.dtype)
         for name, tensor in expected.items()
     }
+
+
+def revert(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`, named as in the model, by the keys and in the shapes in which `save_pretrained` stores them."""
+    with torch.no_grad():
+        return revert_weight_conversion(model, dict(tensors)) if tensors else {}
+
+
+def is_converted(model: PreTrainedModel) -> bool:
+    """Tell whether storing the model does more than rename its tensors."""
+    transforms = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+    return any(isinstance(transform, WeightConverter) for transform in transforms)
 
 
 def drop_ignored(

@@ -39,8 +39,8 @@ _AUTO_CLASSES = {
     TaskType.SEQ_CLS: AutoModelForSequenceClassification,
 }
 # What PEFT may put on top of a checkpoint that was saved for another task: initialised, then trained.
-_NEW_HEADS = {TaskType.SEQ_CLS: ("score.", "classifier.")}
-_UNUSED_HEADS = {TaskType.SEQ_CLS: ("lm_head.",)}
+NEW_HEADS = {TaskType.SEQ_CLS: ("score.", "classifier.")}
+UNUSED_HEADS = {TaskType.SEQ_CLS: ("lm_head.",)}
 _REWRITING_INITIALISATIONS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 
@@ -100,8 +100,7 @@ def load_sharded(
     Ranks: collective over all ranks, once the checkpoint has been checked.
     Memory: the shards, the slots, and never more than one unit beside them.
     """
-    if adapter is None:
-        _check_initialisation(lora)
+    check_initialisation(lora)
     task_type = TaskType(lora.task_type) if lora.task_type else None
     folder = resolve_folder(model_name_or_path, revision)
     with Checkpoint.open(folder) as checkpoint:
@@ -110,11 +109,12 @@ def load_sharded(
             skeleton,
             checkpoint,
             dtype,
-            allow_missing=_NEW_HEADS.get(task_type, ()),
-            allow_unexpected=(*_UNUSED_HEADS.get(task_type, ()), *allow_unexpected),
+            allow_missing=NEW_HEADS.get(task_type, ()),
+            allow_unexpected=(*UNUSED_HEADS.get(task_type, ()), *allow_unexpected),
         )
-        _put_placeholders(skeleton, weights, device)
+        put_placeholders(skeleton, weights, device)
         model = get_peft_model(skeleton, lora, revision=revision)
+        _check_frozen(model)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
@@ -147,16 +147,31 @@ def _check_commit(folder: Path) -> None:
         )
 
 
-def _check_initialisation(lora: PeftConfig) -> None:
+def check_initialisation(lora: PeftConfig) -> None:
+    """Refuse what makes another base than the one in the files, of a new adapter and of a saved one.
+
+    Raises:
+        ConfigError: the adapter's initialisation rewrites the base.
+    """
     wanted = str(getattr(lora, "init_lora_weights", True)).lower()
     if wanted.startswith(_REWRITING_INITIALISATIONS):
         raise ConfigError(
-            f"init_lora_weights: '{wanted}' rewrites the base's weights, which lorashard shares read-only; expected "
-            "true, false or 'gaussian'"
+            f"init_lora_weights: '{wanted}' rewrites the base when PEFT makes or loads the adapter, and lorashard "
+            "reads the base as it is: expected true, false or 'gaussian'; a saved adapter is converted once by PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
 
 
-def _put_placeholders(model: PreTrainedModel, weights: BaseWeights, device: torch.device) -> None:
+def _check_frozen(model: PeftModel) -> None:
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and isinstance(p, Placeholder)]
+    if trained:
+        raise ConfigError(
+            f"the adapter would train weights of the base itself ({trained[0]}), which is shared read-only: leave out "
+            "PEFT's bias option, or name whole modules in modules_to_save"
+        )
+
+
+def put_placeholders(model: PreTrainedModel, weights: BaseWeights, device: torch.device) -> None:
     """Replace every meta parameter by a placeholder on the real device, and make every buffer real there."""
     twins: dict[nn.Parameter, torch.Tensor] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}

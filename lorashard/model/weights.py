@@ -44,6 +44,7 @@ class BaseWeights:
         self._skeleton = skeleton
         self._tensors = tensors
         self._sources = sources
+        self._own_sources = dict(sources)  # before names that are tied share one
         self._unit_names: frozenset[str] = frozenset()
         self._converted: dict[str, torch.Tensor] = {}
 
@@ -137,6 +138,10 @@ class BaseWeights:
     def files(self) -> list[Path]:
         """The files that hold the checkpoint's tensors."""
         return sorted({tensor.file for tensor in self._checkpoint.tensors.values()})
+
+    def stored_as(self, name: str) -> Runs | Group | None:
+        """Return how the files hold a tensor under its own name; None if it is missing, or stored for a tied name."""
+        return self._own_sources.get(name)
 
     def find_stretches(self, name: str) -> list[tuple[Path, int, int]] | None:
         """Return the stretches (file, first byte, number of bytes) that are a tensor as the model has it.

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import run_ranks
 from tiny import VOCAB_SIZE, add_lora, build_base
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
@@ -159,6 +159,22 @@ def test_files_are_hashed_once_and_shared_out(tmp_path, monkeypatch):
     names = [name for hashed, _, _ in results for name in hashed]
     assert sorted(names) == [file.name for file in files]
     assert all(same for _, same, _ in results) and results[0][2] == results[1][2]
+
+
+def test_what_the_base_itself_would_have_to_be_is_refused(tmp_path):
+    """Catches biases that are trained into a frozen placeholder, and a PiSSA adapter on weights that it rewrote."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path)
+    base = str(tmp_path)
+    with pytest.raises(ConfigError, match="q_proj.base_layer.bias"):
+        lorashard.load(base, LoraConfig(target_modules=["q_proj"], bias="lora_only", task_type="CAUSAL_LM"))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")).save_pretrained(
+        tmp_path / "adapter"
+    )
+    with pytest.raises(ConfigError, match="pissa"):
+        lorashard.load_adapter(tmp_path / "adapter", base=base)
 
 
 def test_embedding_of_another_base_in_the_adapter_is_refused(tmp_path):
