@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from .api import engine_of
 from .errors import CheckpointError
+from .model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
 
 _CHECK_NAME = "read_back"
-# What wrappers leave in keys that plain PEFT then fails to find, and silently initialises anew.
-_WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.base_model.")
 
 
 def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -61,12 +60,11 @@ def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> st
 
 
 def _check_keys(saved: dict[str, torch.Tensor], folder: Path) -> None:
-    for name in saved:
-        if not saved[name].isfinite().all():
-            raise CheckpointError(f"{folder}: '{name}' holds NaN or infinity: the training has diverged")
-        if not name.startswith("base_model.model.") or any(part in name for part in _WRAPPER_PARTS):
-            raise CheckpointError(f"{folder}: expected keys that begin with 'base_model.model.', found '{name}'")
-    lora_b = {name: tensor for name, tensor in saved.items() if "lora_B" in name or "lora_embedding_B" in name}
+    for name in find_not_finite(saved):
+        raise CheckpointError(f"{folder}: '{name}' holds NaN or infinity: the training has diverged")
+    for name in find_foreign_keys(saved):
+        raise CheckpointError(f"{folder}: expected keys that begin with 'base_model.model.', found '{name}'")
+    lora_b = find_lora_b(saved)
     if lora_b and not any(tensor.any() for tensor in lora_b.values()):
         raise CheckpointError(
             f"{folder}: the adapter has learnt nothing: lora_B is zero in all of its {len(lora_b)} layers; look at the "

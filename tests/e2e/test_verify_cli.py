@@ -1,0 +1,104 @@
+"""`lorashard verify` as a person runs it: real processes, exit codes, lines, and each command of its document."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny import add_lora, build_base
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from lorashard.cli import main
+
+LORASHARD = str(Path(sys.executable).with_name("lorashard"))
+DOCUMENT = Path(__file__).parents[2] / "docs" / "verify.md"
+MODEL = "meta-llama/Llama-3.1-8B"
+COMMANDS = [
+    line for block in re.findall(r"```bash\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) for line in block.splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A folder as the document supposes it: a run with its dataset, the merged model, the base."""
+    folder = tmp_path_factory.mktemp("task")
+    build_base().save_pretrained(folder / MODEL)
+    model: PeftModel = add_lora(AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float32))
+    model.save_pretrained(folder / "runs/mine")
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "one": 2, "two": 3, "three": 4}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    tokenizer.save_pretrained(folder / "runs/mine")
+    (folder / "rows.jsonl").write_text((json.dumps({"text": "one two three"}) + "\n") * 8)
+    (folder / "runs/mine/config.yaml").write_text("dataset: rows.jsonl\n")
+    return folder
+
+
+def run(task: Path, command: list[str]) -> subprocess.CompletedProcess:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
+    return subprocess.run(command, cwd=task, env=env, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_document_verifies(task, command):
+    """What a person copies must run, and say that a good adapter and a good engine are good."""
+    words = shlex.split(command)
+    assert words[:2] == ["lorashard", "verify"]
+    if "--gpus" in words and torch.cuda.device_count() < 2:
+        words[words.index("--gpus")] = "--cpu"
+    elif "--gpus" not in words:
+        words += ["--cpu", "2" if "--merged" in words else "1", "--dtype", "float32"]
+    result = run(task, [LORASHARD, *words[1:]])
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = dict(line.split(": ", 1) for line in result.stdout.splitlines())
+    if "--model" in words:
+        assert list(lines) == ["model", "sharded", "reference", "gradients"]
+        assert lines["gradients"] == "equal: 84 gradients of 6 layers, bit for bit"
+        return
+    expected = ["files", "learnt", "keys", "base", "rows", "logits"]
+    if "--merged" in words:
+        expected = [*expected[:4], "merged files", *expected[4:], "merged logits"]
+    assert list(lines) == expected and not any(text.startswith("WRONG") for text in lines.values())
+    assert lines["rows"].endswith("of the run's dataset rows.jsonl")
+
+
+def test_a_fault_is_told_once_and_is_exit_code_1(task):
+    """Scripts look at the code and the JSON; people at the last line."""
+    command = ["verify", "runs/mine", "--merged", MODEL, "--cpu", "2", "--dtype", "float32", "--placement", "shard"]
+    result = run(task, [LORASHARD, *command, "--json"])
+    assert result.returncode == 1, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert not found["is_right"] and not found["checks"]["merged logits"]["is_right"]
+    assert "merged logits: they are the base's, bit for bit" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "neither"),
+        (["runs/mine", "--model", MODEL], "both"),
+        (["--model", MODEL, "--merged", "merged"], "merged has no meaning"),
+        (["nowhere"], "nowhere"),
+        (["--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["runs/mine", "--mergd", "merged"], "did you mean 'merged'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(task, words, message, monkeypatch, capsys):
+    """A fault that was found, and a command that could not look, must not have one exit code."""
+    monkeypatch.chdir(task)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # and taken back: the command sets it
+    assert main(["verify", *words, "--cpu", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("lorashard: error: ") and message in lines[0]
