@@ -42,6 +42,7 @@ _HELP_GROUPS = {
     "Where the base rests": (),  # all of PlacementOptions
     "The base and the ranks": (),  # all of BaseOptions
     "Chat": ("chat_template_path", "eos_token"),
+    "Evaluation": ("early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
     "LoRA": (
         "lora_r",
         "lora_alpha",

@@ -61,6 +61,8 @@ ALIASES = {
     "evaluation_strategy": "eval_strategy",
 }
 
+VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}}
+
 _SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
 _PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
 REFUSED_OPTIONS = {
@@ -92,6 +94,10 @@ PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
     "do_predict": (False, "finetune does not predict"),
 }
 
+# What TRL's SFTTrainer finds in an evaluation that can become better.
+_EVAL_METRICS = ("loss", "mean_token_accuracy", "entropy", "aux_loss")
+_SAVE_STEPS = 500  # transformers' default
+
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
@@ -112,6 +118,13 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     """Start anew in a folder that holds another run."""
     resume_from_checkpoint: str | bool | None = None
     """Go on from a checkpoint: its folder, or true for the newest of output_dir."""
+
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations without a better `metric_for_best_model`; needs `load_best_model_at_end`."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """By how much it must be better to count."""
+    sample_prompts: list[str] | None = None
+    """Answer these prompts after each evaluation."""
 
     profile_steps: str | None = None
     """Trace these steps on each rank, and say where their time went, in output_dir/profile: `3-5`, or `3`."""
@@ -198,6 +211,16 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_checkpointing(self) -> RunConfig:
+        every = (self.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
+        if every != 1 and self.activation_checkpointing_layers != "all":
+            raise ConfigError(
+                f"activation_checkpointing_layers: {self.activation_checkpointing_layers} and every_n_layers: {every} "
+                "both say which layers are recomputed; leave one of them out"
+            )
+        return self
+
     @property
     def profile_range(self) -> tuple[int, int] | None:
         """The first and the last step to trace, counted from 1."""
@@ -206,9 +229,31 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> RunConfig:
-        strategy = self.trainer.get("eval_strategy", "no")
+        trainer = self._fill_trainer()
+        strategy = trainer.get("eval_strategy", "no")
         if strategy != "no" and self.eval_dataset is None:
             raise ConfigError(f"eval_strategy is {strategy}, but there is no eval_dataset to evaluate on: give one")
+        chooses_best = trainer.get("load_best_model_at_end", False)
+        needy = {
+            "load_best_model_at_end": chooses_best,
+            "save_strategy: best": trainer.get("save_strategy") == "best",
+            "early_stopping_patience": self.early_stopping_patience is not None,
+            "sample_prompts": self.sample_prompts is not None,
+        }
+        for name in (name for name, is_given in needy.items() if is_given and strategy == "no"):
+            raise ConfigError(f"{name} needs evaluations: give an eval_dataset, and eval_strategy: epoch or steps")
+        if self.early_stopping_patience is not None and not chooses_best:
+            raise ConfigError(
+                "early_stopping_patience needs load_best_model_at_end: true: the adapter of the last step would be "
+                "saved, and training stops because it is not the best"
+            )
+        if self.early_stopping_patience is None and self.early_stopping_threshold:
+            raise ConfigError("early_stopping_threshold says nothing without early_stopping_patience: give both")
+        metric = trainer.get("metric_for_best_model")
+        if metric is not None and metric.removeprefix("eval_") not in _EVAL_METRICS:
+            raise ConfigError(f"metric_for_best_model: expected one of {', '.join(_EVAL_METRICS)}, found {metric!r}")
+        if chooses_best:
+            _check_saves(trainer)
         return self
 
     @property
@@ -264,7 +309,10 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     def _fill_trainer(self) -> dict[str, Any]:
         # Rows to evaluate on that nobody evaluates would be a surprise.
         evaluation = {"eval_strategy": "epoch"} if self.eval_dataset else {}
-        return TRAINER_DEFAULTS | evaluation | self.trainer
+        filled = TRAINER_DEFAULTS | evaluation | self.trainer
+        if filled.get("load_best_model_at_end"):  # it chooses among checkpoints, which follow the evaluations
+            filled.setdefault("save_strategy", filled.get("eval_strategy", "no"))
+        return filled
 
 
 def read_known_options() -> dict[str, Option]:
@@ -307,7 +355,8 @@ def collect_options(given: Sequence[GivenOption], known: Mapping[str, Option]) -
             raise ConfigError(f"{written} is not an option here{place}: {REFUSED_OPTIONS[name]}")
         if name not in known:
             raise ConfigError(_explain_unknown(written, option.value, known, place))
-        value = known[name].parse(option.value, option.where)
+        spoken = VALUE_ALIASES.get(name, {}).get(option.value, option.value) if isinstance(option.value, str) else None
+        value = known[name].parse(option.value if spoken is None else spoken, option.where)
         if name in PINNED_OPTIONS:
             pinned, reason = PINNED_OPTIONS[name]
             if value not in (None, pinned):
@@ -332,6 +381,23 @@ def _explain_unknown(name: str, value: Any, known: Mapping[str, Option], place: 
     else:
         hint = "lorashard finetune --help lists the options"
     return f"unknown option '{name}'{place}: {hint}"
+
+
+def _check_saves(trainer: Mapping[str, Any]) -> None:
+    """Refuse what leaves an evaluated adapter without a checkpoint; transformers does so too, in each rank."""
+    saves, evaluates = trainer["save_strategy"], trainer["eval_strategy"]
+    if saves not in ("best", evaluates):
+        raise ConfigError(
+            f"load_best_model_at_end needs a checkpoint of each evaluation, but save_strategy is {saves} and "
+            f"eval_strategy is {evaluates}: give the same, or save_strategy: best"
+        )
+    save_steps = trainer.get("save_steps", _SAVE_STEPS)
+    eval_steps = trainer.get("eval_steps") or trainer["logging_steps"]
+    if saves == "steps" and min(save_steps, eval_steps) >= 1 and save_steps % eval_steps:
+        raise ConfigError(
+            f"load_best_model_at_end needs save_steps that are a multiple of eval_steps, found {save_steps} and "
+            f"{eval_steps}"
+        )
 
 
 def _choose_precision(options: Mapping[str, Any]) -> dict[str, Any]:

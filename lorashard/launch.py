@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -44,6 +44,7 @@ from .rank import find_log
 
 GRACE_S = 15
 _MIRROR_INTERVAL_S = 0.1
+_PIPE_BYTES = 65536
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
 
@@ -86,12 +87,16 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
     return failure.exit_code
 
 
-def run_command(options: BaseOptions, arguments: Sequence[str], work: Callable[[], None]) -> int:
+def run_command(
+    options: BaseOptions, arguments: Sequence[str], work: Callable[[], None], is_interactive: bool = False
+) -> int:
     """Do a command's work: here if a launcher started this process or one rank is enough, else in ranks.
 
     Args:
         arguments: The words of the command line that say the same to a rank.
         work: Each rank's part; its result goes through `output.give`.
+        is_interactive: Rank 0 reads this process's stdin and writes to its stdout, through the pipes `stdin` and
+            `stdout` beside the result file.
 
     Returns:
         The exit code, as for `finetune`.
@@ -116,13 +121,13 @@ def run_command(options: BaseOptions, arguments: Sequence[str], work: Callable[[
     logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-"))
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
-    failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr)
+    with _Terminal(logs_dir) if is_interactive else nullcontext():
+        failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr)
     if result_file.is_file():
         print(result_file.read_text(encoding="utf-8"), end="", flush=True)
-    if failure is not None:
-        return failure.exit_code
-    shutil.rmtree(logs_dir)
-    return 0
+    if failure is None or failure.is_stop:  # nobody needs the logs
+        shutil.rmtree(logs_dir)
+    return 0 if failure is None else failure.exit_code
 
 
 def _take_place(options: BaseOptions, launcher: Launcher) -> None:
@@ -311,6 +316,43 @@ class _LogMirror(threading.Thread):
         if added:
             self._stream.buffer.write(added)
             self._stream.buffer.flush()
+
+
+class _Terminal:
+    """Hands this process's stdin to rank 0, and rank 0's answers to stdout, through named pipes in a folder.
+
+    Ranks have neither: they are in sessions of their own, and write to logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._stdin = folder / "stdin"
+        self._stdout = folder / "stdout"
+        self._feeder = threading.Thread(target=self._feed, daemon=True)
+        self._shower = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> None:
+        for pipe, thread in ((self._stdin, self._feeder), (self._stdout, self._shower)):
+            os.mkfifo(pipe)
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        # The feeder may wait for the person for ever. The shower ends at the pipe's end, once all that was written is
+        # shown; a rank 0 that died early has never opened it.
+        while self._shower.is_alive():
+            with suppress(OSError):
+                os.close(os.open(self._stdout, os.O_WRONLY | os.O_NONBLOCK))
+            self._shower.join(_MIRROR_INTERVAL_S)
+
+    def _feed(self) -> None:
+        with suppress(OSError), self._stdin.open("wb", buffering=0) as pipe:  # waits for rank 0
+            while chunk := os.read(0, _PIPE_BYTES):
+                pipe.write(chunk)
+
+    def _show(self) -> None:
+        with suppress(OSError), self._stdout.open("rb", buffering=0) as pipe:
+            while chunk := pipe.read(_PIPE_BYTES):
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
 
 
 @contextmanager

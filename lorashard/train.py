@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
@@ -95,6 +95,15 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     if config.profile_range is not None:
         first, last = config.profile_range
         trainer.add_callback(ProfileCallback(run.folder / "profile", api.engine_of(model), first, last))
+    if config.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold))
+    if config.sample_prompts is not None:
+        from .generation import SampleCallback
+
+        is_text = prepared.report.format in ("prompt/completion", config.dataset_text_field)
+        as_chat = tokenizer.chat_template is not None and not is_text
+        sampler = SampleCallback(model, tokenizer, config.sample_prompts, run.folder, as_chat=as_chat)
+        trainer.callback_handler.callbacks.insert(0, sampler)  # before the run's own, which leaves the pause out
     run.begin(config.to_yaml(), is_resumed=config.resumes_in_place)
     trainer.train(resume_from_checkpoint=checkpoint)
     run.set_status("save", step=trainer.state.global_step)
@@ -155,6 +164,12 @@ def build_arguments(config: RunConfig, use_cpu: bool) -> SFTConfig:
     Raises:
         ConfigError: TRL or transformers refuses an option.
     """
+    if use_cpu and (config.activation_checkpointing_kwargs or {}).get("offload"):
+        raise ConfigError(
+            "activation_checkpointing_kwargs: offload moves activations from a GPU; leave it out with --cpu"
+        )
+    if use_cpu and config.trainer_options.get("activation_offloading"):
+        raise ConfigError("activation_offloading: it moves activations from a GPU; leave it out with --cpu")
     decided: dict[str, Any] = {
         "output_dir": config.output_dir,
         "use_cpu": use_cpu,

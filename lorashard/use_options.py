@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from .base_options import BaseOptions
 from .config import collect_options, read_own_options
@@ -65,6 +65,28 @@ class UseOptions(PlacementOptions, CommandOptions):
         return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
 
 
+class MergeOptions(CommandOptions):
+    """`lorashard merge ADAPTER OUT`."""
+
+    positionals = ("adapter", "out")
+    num_required = 2
+
+    adapter: str
+    """An adapter's folder, a run's, or a hub id."""
+    out: str
+    """The folder of the merged model, which does not exist yet."""
+    base: str | None = None
+    """The base's folder or hub id, if it is not where the adapter says."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # type: ignore[assignment]
+    """What is computed in and written; `auto` is the base's own."""
+    max_shard_size: str = "5GB"
+    """The largest file of weights."""
+    push_to_hub: str | None = None
+    """Upload the merged model to this repo of the Hugging Face hub; it is made if it is not there."""
+    hub_private_repo: bool | None = None
+    """Whether a repo that is made is private; not given: as your account or organisation has it."""
+
+
 class GenerateOptions(UseOptions):
     """`lorashard generate ADAPTER --prompts P --out O`."""
 
@@ -93,8 +115,17 @@ class GenerateOptions(UseOptions):
     """Sample from this many of the most probable tokens; 0 for all."""
     seed: int = 42
     """Of the sampling."""
+    as_chat: bool = False
+    """Take a `prompt` that is a text as what a user says, and write it with the chat template."""
     batch_size: Literal["auto"] | int = "auto"
     """Rows at once on each rank; `auto` takes as many as memory holds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateOptions:
+        _refuse_base_twice(self)
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise ConfigError(f"batch_size: expected auto, or 1 or more; found {self.batch_size}")
+        return self
 
 
 class ChatOptions(UseOptions):
@@ -124,8 +155,18 @@ class ChatOptions(UseOptions):
     seed: int = 42
     """Of the sampling."""
 
+    @model_validator(mode="after")
+    def _check(self) -> ChatOptions:
+        _refuse_base_twice(self)
+        return self
 
-class EvalOptions(DataOptions, UseOptions):
+
+def _refuse_base_twice(options: GenerateOptions | ChatOptions) -> None:
+    if options.base_only and options.compare:
+        raise ConfigError("base_only and compare are both given: compare answers with and without the adapter already")
+
+
+class EvalOptions(UseOptions):
     """`lorashard eval ADAPTER --dataset D`."""
 
     positionals = ("adapter",)
@@ -133,16 +174,48 @@ class EvalOptions(DataOptions, UseOptions):
 
     adapter: str
     """An adapter's folder, a run's, or a hub id."""
+    dataset: str = Field(min_length=1)
+    """A .jsonl, .json, .csv or .parquet file, a folder of such files, or the id of a Hugging Face hub dataset."""
+    dataset_config: str | None = None
+    """The configuration (subset) of a hub dataset."""
+    dataset_split: str = "test"
+    """The split to measure on, for a folder or a hub dataset; a single file is taken whole. Not `train`, as in
+    training: rows that the adapter has learnt would flatter it."""
+    dataset_revision: str | None = None
+    """The commit, branch or tag of a hub dataset."""
+    dataset_text_field: str = "text"
+    """The column of a plain text dataset."""
+    max_eval_samples: int | None = Field(default=None, gt=0)
+    """Read only the first rows."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that cannot be measured: stop and name it, or leave it out and report it."""
+    max_length: int | None = Field(default=1024, gt=1)
+    """Longest sequence in tokens whose loss is measured, as in training; longer rows are cut. Exact matches are of
+    whole rows."""
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which end of a row that is too long stays."""
+    completion_only_loss: bool | None = None
+    """Measure the completion and not the prompt. Not given: yes, for every format that has a prompt."""
+    assistant_only_loss: bool | None = None
+    """Measure what the assistant says and nothing else. Not given: yes for conversations, no for prompts with
+    completions, where `completion_only_loss` decides."""
     base_only: bool = False
     """Measure the base, with the adapter off."""
     per_device_eval_batch_size: int = Field(default=8, ge=1)
-    """Rows at once on each rank."""
+    """Rows at once on each rank; no result depends on it."""
     exact_match: bool | None = None
-    """Generate each completion and count those that are right; not given: for prompts with completions."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """How many tokens a generated completion may have."""
+    """Generate each completion and count those that are right; not given: where rows have a prompt and a completion,
+    or are conversations."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """How many tokens a generated completion may have; not given: some more than the longest that is expected."""
     as_json: bool = False
     """Print JSON."""
+
+    def data_options(self) -> DataOptions:
+        """Return which rows, and how they become tokens and labels: as in training."""
+        names = self.model_fields_set & DataOptions.model_fields.keys() - {"max_eval_samples"}
+        given = {name: getattr(self, name) for name in names} | {"dataset_split": self.dataset_split}
+        return DataOptions(max_train_samples=self.max_eval_samples, **given)
 
 
 class VerifyOptions(UseOptions):
@@ -157,12 +230,25 @@ class VerifyOptions(UseOptions):
     model_name_or_path: str | None = None
     """Compare every adapter gradient of this model, sharded, with those of the model as a whole."""
     dataset: str | None = None
-    """Rows to compare on; not given: made-up ones."""
+    """Rows to compare logits on; not given: those of the run, if they are still there, else made-up ones."""
     num_rows: int = Field(default=4, ge=1)
     """How many rows."""
     max_length: int = Field(default=64, ge=2)
     """Tokens of a row that are looked at."""
-    tolerance: float = Field(default=1e-2, ge=0)
-    """The largest difference of logits that is accepted, relative to the largest logit."""
+    tolerance: float | None = Field(default=None, ge=0)
+    """The largest difference of logits that is accepted, relative to their size. Not given: 8 steps of the coarsest
+    dtype that takes part: 0.0625 for bfloat16, 0.0078 for float16; 0.0001 for float32."""
     as_json: bool = False
     """Print JSON."""
+
+    @model_validator(mode="after")
+    def _check_subject(self) -> Self:
+        if (self.adapter is None) == (self.model_name_or_path is None):
+            raise ConfigError(
+                "expected an adapter (lorashard verify RUN_OR_ADAPTER) or a model (lorashard verify --model M), found "
+                + ("neither" if self.adapter is None else "both")
+            )
+        for name in ("base", "merged", "dataset", "tolerance"):
+            if self.model_name_or_path is not None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} has no meaning with a model, whose gradients are compared; leave it out")
+        return self

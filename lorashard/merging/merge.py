@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from peft import PeftConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, TaskType, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from .. import dist
 from ..engine import Engine, Placeholder
 from ..errors import ConfigError
-from ..model.adapters import base_test
+from ..model.adapters import base_test, inject
 from ..model.checkpoint import Checkpoint, StoredTensor
 from ..model.identity import ADAPTER_NAME
 from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton, check_initialisation, put_placeholders
@@ -106,7 +106,7 @@ def merge_checkpoint(
         put_placeholders(skeleton, weights, device)
         held = _hold(skeleton, base, adapter, config)
         try:
-            model = get_peft_model(skeleton, config)
+            model = inject(skeleton, config)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ConfigError(f"PEFT cannot put the adapter in {adapter} on its base: {_one_line(error)}") from error
         find_tuner(model)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
+from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..engine import Placeholder
+
+
+def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftModel:
+    """Put a new adapter on `model`, as `get_peft_model` does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
+        return get_peft_model(model, config, **options)
 
 
 def find_adapter_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from peft import PeftConfig, PeftModel, TaskType, get_peft_model
+from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,7 +23,7 @@ from ..dist import ShardGroup
 from ..engine import HostCopies, Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..placement import ResolvedPlacement
-from .adapters import base_test
+from .adapters import base_test, inject
 from .checkpoint import Checkpoint, resolve_folder
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
 from .identity import BaseIdentity
@@ -113,7 +113,7 @@ def load_sharded(
             allow_unexpected=(*UNUSED_HEADS.get(task_type, ()), *allow_unexpected),
         )
         put_placeholders(skeleton, weights, device)
-        model = get_peft_model(skeleton, lora, revision=revision)
+        model = inject(skeleton, lora, revision=revision)
         _check_frozen(model)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType
 
 from ..engine import Layout, plan_layout
 from ..errors import CheckpointError
-from ..model.adapters import base_test
+from ..model.adapters import base_test, inject
 from ..model.checkpoint import Checkpoint
 from ..model.loading import build_skeleton
 from ..model.units import EMBEDDING, HEAD, LAYER, find_structure
@@ -94,9 +93,7 @@ def build_meta_model(
     # A kernel package that is missing here must not keep anybody from planning for a machine that has it.
     attention = attn_implementation if attn_implementation in ("eager", "sdpa") else None
     skeleton = build_skeleton(model_name_or_path, folder, task_type, dtype, trust_remote_code, attention)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
-        return get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
+    return inject(skeleton, lora, low_cpu_mem_usage=True)
 
 
 def measure_model(model: PeftModel) -> ModelSize:

@@ -17,11 +17,19 @@ from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lorashard import use_options
 from lorashard.cli import app
 from lorashard.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+USE_OPTIONS = {
+    "merge": use_options.MergeOptions,
+    "verify": use_options.VerifyOptions,
+    "chat": use_options.ChatOptions,
+    "generate": use_options.GenerateOptions,
+    "eval": use_options.EvalOptions,
+}
 LAUNCHERS = ("torchrun", "accelerate")
 
 
@@ -71,6 +79,9 @@ def test_a_command_in_the_documents_is_accepted(command, monkeypatch):
     assert words[0] == "lorashard"
     name, *options = words[1:]
     assert name in {registered.name for registered in app.registered_commands}
+    if name in USE_OPTIONS:
+        USE_OPTIONS[name].read(options)
+        return
     if name == "plan":
         for option in ("--gpu_type", "--nodes"):  # the command's own
             if option in options:

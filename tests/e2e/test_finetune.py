@@ -228,6 +228,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"model": "nowhere/at/all"}, "nowhere/at/all"),
         ({"resume_from_checkpoint": "nowhere"}, "nowhere"),
+        ({"activation_offloading": "true"}, "moves activations from a GPU"),
         ({"gpus": 2}, "--cpu"),
         ({"output_dir": "HERE/two_ranks"}, "holds another run"),
     ],

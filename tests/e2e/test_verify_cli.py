@@ -23,7 +23,7 @@ LORASHARD = str(Path(sys.executable).with_name("lorashard"))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "verify.md"
 MODEL = "meta-llama/Llama-3.1-8B"
 COMMANDS = [
-    line for block in re.findall(r"```bash\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) for line in block.splitlines()
+    line for block in re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) for line in block.splitlines()
 ]
 
 

@@ -214,6 +214,10 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["--placement", "hos"], "placement: expected one of 'auto', .*did you mean 'host'"),
         (["--resident_layers", "-1"], "resident_layers: expected 0 or more"),
         (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has no meaning"),
+        (
+            ["--activation_checkpointing_layers", "auto", "--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
+            "both say which layers are recomputed",
+        ),
         (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "would keep the whole base on each device"),
         (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: true means placement: host"),
         (["--sharding_strategy", "NO_SHARD", "--placement", "shard"], "means placement: replicate"),

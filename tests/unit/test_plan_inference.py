@@ -51,8 +51,8 @@ def test_a_base_that_just_fits_is_whole(world_size):
 
 
 def test_what_is_asked_of_groups_does_not_hinder_a_base_that_fits():
-    """Catches `shard_group_size` without a meaning as an error, or as groups of a base that is whole."""
-    resolved = place(FIXED_BYTES + BASE_BYTES, 4, shard_group_size=2)
+    """Catches groups of a base that is whole, and the size of a node asked for where nothing is shared on it."""
+    resolved = place(FIXED_BYTES + BASE_BYTES, 4, shard_group_size="node")
     assert (resolved.placement, resolved.group_size) == ("replicate", 1)
 
 
