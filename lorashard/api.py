@@ -25,11 +25,19 @@ from .model.saved import find_adapter, read_config
 from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, shard_structure
 from .model.sources import MemorySource
 from .model.units import find_decoder_stack, find_structure
-from .placement import PlacementOptions, ResolvedPlacement, explain_placement, read_placement, resolve_placement
+from .placement import (
+    PlacementOptions,
+    ResolvedPlacement,
+    explain_placement,
+    parse_steps,
+    read_placement,
+    resolve_placement,
+)
 from .plan.auto import BaseModel, Training, plan_here
 from .plan.choose import PlanError
 from .plan.inference import plan_inference
 from .plan.trace import Microbatch
+from .profiling import StepProfiler
 
 _logger = logging.getLogger(__name__)
 
@@ -47,6 +55,8 @@ def load(
     per_device_train_batch_size: int | None = None,
     max_length: int | None = None,
     activation_checkpointing: bool = True,
+    profile_steps: str | None = None,
+    profile_dir: str | Path = "profile",
     **placement_options: Any,
 ) -> PeftModel:
     """Load a checkpoint with its frozen base sharded and a new adapter on top.
@@ -66,6 +76,9 @@ def load(
             `auto` plan for the memory and speed of these ranks, and say why it takes what it takes.
         max_length: tokens of the longest row, padding included.
         activation_checkpointing: whether the trainer will use it.
+        profile_steps: optimizer steps to trace on each rank, such as `3-5`, counted from 1. What they took, and where
+            the time went, is written when the last of them ends.
+        profile_dir: the folder for it: `rank_K.json` of each rank, and `summary.md`.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`.
@@ -80,6 +93,7 @@ def load(
     """
     if (per_device_train_batch_size is None) != (max_length is None):
         raise ConfigError("per_device_train_batch_size and max_length: expected both, to plan with, or neither")
+    profiled = parse_steps(profile_steps) if profile_steps else None
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
     device = device or own_device
@@ -105,7 +119,7 @@ def load(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
     )
-    return _finish(model, resolved)
+    return _profiled(_finish(model, resolved), profiled, profile_dir)
 
 
 def load_adapter(
@@ -165,7 +179,13 @@ def load_adapter(
 
 
 def shard(
-    model: PeftModel, placement: str = "auto", *, device: torch.device | None = None, **placement_options: Any
+    model: PeftModel,
+    placement: str = "auto",
+    *,
+    device: torch.device | None = None,
+    profile_steps: str | None = None,
+    profile_dir: str | Path = "profile",
+    **placement_options: Any,
 ) -> PeftModel:
     """Shard the frozen base of a PeftModel that is already in memory, in place, and return it.
 
@@ -173,6 +193,7 @@ def shard(
         model: every rank holds the same base; adapters may differ and are overwritten by rank 0's.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host` or `auto`.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+        profile_steps, profile_dir: as for `load`.
         **placement_options: as for `load`.
 
     Raises:
@@ -182,6 +203,7 @@ def shard(
     Ranks: collective over all ranks.
     Memory: the model as it is at first; the whole weights are freed a unit at a time.
     """
+    profiled = parse_steps(profile_steps) if profile_steps else None
     options = read_placement(placement=placement, **placement_options)
     if options.placement == "file":
         raise ConfigError(
@@ -198,7 +220,13 @@ def shard(
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch)
-    return _finish(model.to(device), resolved)
+    return _profiled(_finish(model.to(device), resolved), profiled, profile_dir)
+
+
+def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Path) -> PeftModel:
+    if steps is not None:
+        StepProfiler(Path(folder), engine_of(model), *steps).follow_optimizer()
+    return model
 
 
 def _finish(model: PeftModel, resolved: ResolvedPlacement) -> PeftModel:

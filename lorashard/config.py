@@ -8,7 +8,6 @@ TRL.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from .base_options import BaseOptions
 from .data.options import DataOptions
 from .errors import ConfigError
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
-from .placement import PlacementOptions, explain_invalid
+from .placement import PlacementOptions, explain_invalid, parse_steps
 
 # Where lorashard's defaults are not TRL's: what works for LoRA.
 TRAINER_DEFAULTS = {"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "logging_steps": 10, "report_to": "none"}
@@ -202,16 +201,6 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         return own | {"trainer": trainer}
 
     @model_validator(mode="after")
-    def _check_profile_steps(self) -> RunConfig:
-        if self.profile_steps is not None:
-            match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", self.profile_steps)
-            if match is None or int(match[2] or match[1]) < int(match[1]):
-                raise ConfigError(
-                    f"profile_steps: expected a step such as 3, or a range such as 3-5, found '{self.profile_steps}'"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _check_checkpointing(self) -> RunConfig:
         every = (self.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
         if every != 1 and self.activation_checkpointing_layers != "all":
@@ -224,8 +213,12 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     @property
     def profile_range(self) -> tuple[int, int] | None:
         """The first and the last step to trace, counted from 1."""
-        first, _, last = (self.profile_steps or "").partition("-")
-        return (int(first), int(last or first)) if first else None
+        return parse_steps(self.profile_steps) if self.profile_steps else None
+
+    @model_validator(mode="after")
+    def _check_profile_steps(self) -> RunConfig:
+        _ = self.profile_range
+        return self
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -198,3 +199,15 @@ def explain_invalid(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"no {name}: it has to be given"
     return f"{name}: {reason[:1].lower()}{reason[1:]}, found {problem['input']!r}"
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """Return the first and the last of a range of steps, such as `3-5`, counted from 1.
+
+    Raises:
+        ConfigError: it is no such range.
+    """
+    match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"profile_steps: expected a step such as 3, or a range such as 3-5, found '{text}'")
+    return int(match[1]), int(match[2] or match[1])

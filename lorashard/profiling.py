@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
-from transformers import TrainerCallback
 
 from . import dist
 from .engine import Engine
@@ -26,11 +26,10 @@ _COLUMNS = {
 }
 
 
-class ProfileCallback(TrainerCallback):
+class StepProfiler:
     """Traces the steps `first` to `last`, counted from 1, with the units' names on their ranges.
 
-    Leaves `profile/rank_K.json` (for chrome://tracing or ui.perfetto.dev) from each rank and `profile/summary.md` from
-    rank 0.
+    Leaves in a folder `rank_K.json` (for chrome://tracing or ui.perfetto.dev) from each rank, `summary.md` from rank 0.
 
     Ranks: collective at the end of step `last`.
     """
@@ -44,25 +43,44 @@ class ProfileCallback(TrainerCallback):
         self._begin_s = 0.0
         self._begin_wait_s = 0.0
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self._profiler is None and self._first <= state.global_step + 1 <= self._last:
+    def begin_step(self, step: int) -> None:
+        """Say that a step begins."""
+        if self._profiler is None and self._first <= step <= self._last and not self._is_done:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._begin_wait_s = self._engine.stats().wait_s
             self._profiler = profile(activities=activities)
             self._profiler.start()
             self._begin_s = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self._profiler is not None and state.global_step == self._last:
+    def end_step(self, step: int) -> None:
+        """Say that a step has ended."""
+        if self._profiler is not None and step == self._last:
             self._finish()
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def close(self) -> None:
+        """Say that no more steps come."""
         if self._profiler is not None:
             self._finish()
         elif not self._is_done:
             _logger.warning(
                 "profile_steps: none of steps %d to %d was run, so there is no trace", self._first, self._last
             )
+
+    def follow_optimizer(self) -> None:
+        """Take the steps from the optimizer that steps the engine's adapter, where no trainer tells of them."""
+        num_steps = 0
+        self.begin_step(1)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal num_steps
+            if self._engine.is_trained_by(optimizer):
+                num_steps += 1
+                self.end_step(num_steps)
+                self.begin_step(num_steps + 1)
+                if num_steps == self._last:
+                    handle.remove()
+
+        handle = register_optimizer_step_post_hook(after_step)
 
     def _finish(self) -> None:
         assert self._profiler is not None

@@ -25,7 +25,7 @@ from .forecast import describe_base, describe_training
 from .plan.auto import plan_here
 from .plan.choose import Plan, PlanError
 from .plan.costs import Row
-from .profiling import ProfileCallback
+from .profiling import StepProfiler
 from .runs import Run, measure_rank
 
 _CHECKED_TOKENS = 64
@@ -93,8 +93,8 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     )
     trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)
     if config.profile_range is not None:
-        first, last = config.profile_range
-        trainer.add_callback(ProfileCallback(run.folder / "profile", api.engine_of(model), first, last))
+        profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
+        trainer.add_callback(_ProfileCallback(profiler))
     if config.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold))
     if config.sample_prompts is not None:
@@ -205,6 +205,22 @@ def build_trainer(
     # First, so that trackers and the progress bar see what it adds to a log line.
     trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
     return trainer
+
+
+class _ProfileCallback(TrainerCallback):
+    """Tells a profiler of the trainer's steps, which a resumed run goes on counting."""
+
+    def __init__(self, profiler: StepProfiler) -> None:
+        self._profiler = profiler
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._profiler.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._profiler.end_step(state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._profiler.close()
 
 
 class _RunCallback(TrainerCallback):

@@ -184,13 +184,14 @@ class Engine:
 
             def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 engine = engine_of()
-                if engine is not None and engine._steps(optimizer):
+                if engine is not None and engine.is_trained_by(optimizer):
                     engine._check_ranks_agree(2)
 
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
 
-    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer holds a parameter of the adapter."""
         return any(id(parameter) in self._trainable_ids for g in optimizer.param_groups for parameter in g["params"])
 
     def _before_forward(self, position: int) -> Callable[..., None]:

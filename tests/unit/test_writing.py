@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorashard.errors import ConfigError
-from lorashard.model.checkpoint import Checkpoint
 from lorashard.merging.writing import TensorWriter, plan_files
+from lorashard.model.checkpoint import Checkpoint
 
 
 def make_tensors() -> dict[str, torch.Tensor]:
