@@ -74,6 +74,15 @@ def get_world_size() -> int:
     return dist.get_world_size() if is_initialized() else 1
 
 
+def leave_group() -> None:
+    """End the process group, if there is one: its threads would abort an interpreter that ends before them.
+
+    Ranks: local, when no collective is to come.
+    """
+    if is_initialized():
+        dist.destroy_process_group()
+
+
 def broadcast_object(value: T, source_rank: int = 0) -> T:
     """Return `source_rank`'s `value`, a small picklable object.
 

@@ -108,6 +108,9 @@ def run_command(
     if launcher is not None:
         _take_place(options, launcher)
         work()
+        from .dist import leave_group
+
+        leave_group()
         return 0
     choice = choose_ranks(options, find_gpus() if options.cpu is None else VisibleGpus(0))
     check_device(options, choice.device_type)
@@ -121,8 +124,11 @@ def run_command(
     logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-"))
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
-    with _Terminal(logs_dir) if is_interactive else nullcontext():
-        failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr)
+    try:
+        with _Terminal(logs_dir) if is_interactive else nullcontext():
+            failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr)
+    finally:
+        del os.environ[RESULT_FILE_VARIABLE]
     if result_file.is_file():
         print(result_file.read_text(encoding="utf-8"), end="", flush=True)
     if failure is None or failure.is_stop:  # nobody needs the logs

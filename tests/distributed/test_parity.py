@@ -110,22 +110,39 @@ SCENARIOS: tuple[Callable[[PeftModel], Results], ...] = (
 )
 
 
-def compare(scenarios, **case) -> list[str]:
-    """Run each scenario on a plain and on a sharded model; return what differs."""
-    case = dict(case)
-    options = {name: case.pop(name) for name in PLACEMENT_OPTIONS & case.keys()}
-    plain, sharded = build_model(**case), lorashard.shard(build_model(**case), **options)
-    wrong = []
-    for scenario in scenarios:
-        torch.manual_seed(5)
-        expected = scenario(plain)
-        torch.manual_seed(5)
-        wrong += [f"{scenario.__name__}: {name}" for name in find_differences(scenario(sharded), expected)]
-    return wrong
+def run_scenario(scenario: Callable[[PeftModel], Results], model: PeftModel) -> Results:
+    torch.manual_seed(5)
+    return scenario(model)
 
 
-def check_cases(rank: int, cases: list[dict], scenarios) -> dict:
-    return {str(case): wrong for case in cases if (wrong := compare(scenarios, **case))}
+def compare(rank: int, cases: list[dict], scenarios, expected: list[list[Results]]) -> dict:
+    """Run each scenario on sharded models; return what differs."""
+    found = {}
+    for case, results in zip(cases, expected, strict=True):
+        options = {name: case[name] for name in PLACEMENT_OPTIONS & case.keys()}
+        sharded = lorashard.shard(build_model(**{k: v for k, v in case.items() if k not in options}), **options)
+        wrong = [
+            f"{scenario.__name__}: {name}"
+            for scenario, result in zip(scenarios, results, strict=True)
+            for name in find_differences(run_scenario(scenario, sharded), result)
+        ]
+        if wrong:
+            found[str(case)] = wrong
+    return found
+
+
+def find_wrong_cases(world_size: int, cases: list[dict], scenarios) -> dict:
+    """Compare with plain models, which are run once, before there are ranks."""
+    known: dict[str, list[Results]] = {}
+    expected = []
+    for case in cases:
+        plain = {name: value for name, value in case.items() if name not in PLACEMENT_OPTIONS}
+        if str(plain) not in known:
+            model = build_model(**plain)
+            known[str(plain)] = [run_scenario(scenario, model) for scenario in scenarios]
+        expected.append(known[str(plain)])
+    found = run_ranks(compare, world_size, cases, scenarios, expected)
+    return {rank: wrong for rank, wrong in enumerate(found) if wrong}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -136,24 +153,24 @@ def test_gradients_equal_plain_peft(world_size):
     if world_size == 2:
         combinations = itertools.product(FAMILIES, CHECKPOINTING, (torch.float32, torch.bfloat16))
         cases = [dict(family=f, checkpointing=c, dtype=d) for f, c, d in combinations]
-    assert run_ranks(check_cases, world_size, cases, SCENARIOS) == [{}] * world_size
+    assert find_wrong_cases(world_size, cases, SCENARIOS) == {}
 
 
 def test_gradients_equal_with_dropout():
     """Recomputation under sharding must draw the dropout masks that the forward drew."""
     cases = [dict(family=f, checkpointing=c, dropout=0.1) for f, c in itertools.product(FAMILIES, CHECKPOINTING)]
-    assert run_ranks(check_cases, 2, cases, (one_step, accumulation, evaluation_between)) == [{}] * 2
+    assert find_wrong_cases(2, cases, (one_step, accumulation, evaluation_between)) == {}
 
 
 def test_prefetch_changes_no_bit():
     """Prefetch is a hint: a gather started early must never be taken for another unit's."""
     cases = [dict(checkpointing=c, prefetch=p) for c, p in itertools.product(CHECKPOINTING, (0, 2, 5))]
-    assert run_ranks(check_cases, 2, cases, SCENARIOS) == [{}] * 2
+    assert find_wrong_cases(2, cases, SCENARIOS) == {}
 
 
 def test_a_retained_graph_gives_the_same_gradients_again():
     """Handles stay valid after a backward: a second one must gather again, not read what is in the slot by then."""
-    assert run_ranks(check_cases, 2, [dict(family=f) for f in FAMILIES], (retained_graph, one_step)) == [{}] * 2
+    assert find_wrong_cases(2, [dict(family=f) for f in FAMILIES], (retained_graph, one_step)) == {}
 
 
 def test_other_saved_tensor_hooks_still_get_their_tensors():

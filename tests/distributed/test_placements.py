@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from support import run_ranks
 from test_loading import save_base
-from test_parity import accumulation, evaluation_between, one_step, reference_pass, two_forwards
+from test_parity import accumulation, evaluation_between, one_step, reference_pass, run_scenario, two_forwards
 from tiny import (
     CHECKPOINTING,
     NUM_LAYERS,
@@ -62,25 +62,28 @@ def load(folder: str, dropout: float = 0.0, checkpointing: str = "off", dtype=to
     return model.train()
 
 
-def compare(folder: str, options: dict, **case) -> list[str]:
-    """Return what differs from `replicate`, which test_loading compares with plain PEFT."""
-    reference, model = load(folder, placement="replicate", **case), load(folder, **options, **case)
-    wrong = []
-    for scenario in SCENARIOS:
-        results = []
-        for one in (reference, model):
-            torch.manual_seed(5)
-            results.append(scenario(one))
-        wrong += [f"{scenario.__name__}: {name}" for name in find_differences(results[1], results[0])]
-    return wrong
+def run_scenarios(model: PeftModel) -> list[dict[str, torch.Tensor]]:
+    return [run_scenario(scenario, model) for scenario in SCENARIOS]
 
 
-def check_parity(rank: int, cases: list[tuple[str, dict, dict]]) -> dict:
-    found = {str((folder, options, case)): compare(folder, options, **case) for folder, options, case in cases}
-    return {case: wrong for case, wrong in found.items() if wrong}
+def compare(rank: int, cases: list[tuple[str, dict, dict]], expected: list[list[dict]]) -> dict[str, list[str]]:
+    found = {}
+    for (folder, options, case), reference in zip(cases, expected, strict=True):
+        results = run_scenarios(load(folder, **options, **case))
+        pairs = zip(SCENARIOS, results, reference, strict=True)
+        wrong = [f"{s.__name__}: {name}" for s, result, right in pairs for name in find_differences(result, right)]
+        if wrong:
+            found[str((folder, options, case))] = wrong
+    return found
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+def find_wrong_cases(world_size: int, cases: list[tuple[str, dict, dict]]) -> dict[int, dict[str, list[str]]]:
+    """Compare with `replicate` on one rank, which test_loading compares with plain PEFT."""
+    expected = [run_scenarios(load(folder, placement="replicate", **case)) for folder, _, case in cases]
+    return {rank: wrong for rank, wrong in enumerate(run_ranks(compare, world_size, cases, expected)) if wrong}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
 def test_every_placement_gives_the_bits_of_replicate(tmp_path, world_size):
     """A copy that comes late, a stretch of the wrong file, a resident unit that is gathered all the same."""
     folders = [save_base(tmp_path / family, family) for family in ("llama", "llama-tied")]
@@ -91,7 +94,7 @@ def test_every_placement_gives_the_bits_of_replicate(tmp_path, world_size):
         (folder, options, {"checkpointing": checkpointing, "dtype": dtype, "dropout": dropout})
         for (checkpointing, options), (folder, dtype, dropout) in zip(combinations, variants, strict=False)
     ]
-    assert run_ranks(check_parity, world_size, cases) == [{}] * world_size
+    assert find_wrong_cases(world_size, cases) == {}
 
 
 def test_converted_checkpoints_rest_anywhere(tmp_path):
@@ -101,7 +104,7 @@ def test_converted_checkpoints_rest_anywhere(tmp_path):
         (folder, {"placement": placement}, {"dtype": dtype})
         for folder, placement, dtype in itertools.product(folders, ("host", "file"), (torch.bfloat16, torch.float32))
     ]
-    assert run_ranks(check_parity, 2, cases) == [{}] * 2
+    assert find_wrong_cases(2, cases) == {}
 
 
 def check_file(rank: int, folder: str) -> dict:
@@ -368,7 +371,9 @@ def check_full_disk(rank: int, folder: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         load(folder, placement="file", dtype=torch.float32)
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert compare(folder, {"placement": "file"}, dtype=torch.float32) == []
+    case = {"dtype": torch.float32}
+    expected = run_scenarios(load(folder, placement="replicate", **case))
+    assert compare(rank, [(folder, {"placement": "file"}, case)], [expected]) == {}
     return str(caught.value)
 
 

@@ -46,6 +46,7 @@ def check_contender(found: dict) -> None:
         assert batch["peak_bytes"] is batch["predicted_peak_bytes"] is batch["allocations_by_step"] is None
 
 
+@pytest.mark.slow
 def test_the_base_is_written_and_contenders_compute_alike(run, tmp_path):
     """A GPU is at hand for minutes: a run that dies of a misspelt key there measures nothing."""
     folder = tmp_path / "base"

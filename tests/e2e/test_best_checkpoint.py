@@ -116,7 +116,9 @@ def train(rank: int, base: Path, out: Path, placement: str | None, kind: str = "
     return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "lora" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_the_best_checkpoint_and_the_stop_are_those_of_plain_trl(base, tmp_path, kind):
     """An evaluation that gives another loss under a placement chooses another checkpoint, and nobody sees it."""
 

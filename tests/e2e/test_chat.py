@@ -174,6 +174,7 @@ def run_document(task: Path, number: int, name: str, lines: str = "") -> subproc
     return run(task, [*commands[number], *GREEDY], lines)
 
 
+@pytest.mark.slow
 def test_the_documents_chat(task, plain):
     """Catches a renamed option in what a person copies, and an input whose last line has no end."""
     result = run_document(task, 0, "chat", "w30\nw31")
@@ -181,6 +182,7 @@ def test_the_documents_chat(task, plain):
     assert "rank 0 answers alone" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_documents_comparison(task, plain):
     """Catches an adapter that stays off, and a conversation that goes on with the base's answer."""
     result = run_document(task, 1, "chat", "w30\nw31\n")
@@ -193,6 +195,7 @@ def test_the_documents_comparison(task, plain):
     assert result.stdout.splitlines() == expected
 
 
+@pytest.mark.slow
 def test_the_documents_answers_to_a_file(task, plain):
     """Catches rows in another order, a conversation written as a text, and a result that the launcher swallows."""
     result = run_document(task, 2, "generate")

@@ -19,6 +19,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_demo_learns_its_task():
     """The first thing that a person runs; it ends with an error below 90 % of the held-out requests."""

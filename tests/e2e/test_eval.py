@@ -149,6 +149,7 @@ def list_commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", list_commands())
 def test_a_command_in_the_document_works(task, command):
     """A renamed option makes the first thing that a person copies fail."""

@@ -176,6 +176,7 @@ def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks):
     assert json.loads((task / "accelerate" / "status.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(task, two_ranks):
     """The loss is a mean over the supervised tokens of all ranks: 1 x 4, 2 x 2 and 4 x 1 microbatches are one step.
 
@@ -218,7 +219,6 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
     other = dict(options, model=task / "changed", resume_from_checkpoint=checkpoint)
     refused = run([*LORASHARD, "finetune", *make_options(task, "other", **other)], task)
     assert refused.returncode == 2 and "another base" in refused.stderr and len(refused.stderr.splitlines()) == 1
-    assert train(task, "other", **other, allow_base_mismatch="true", overwrite_output_dir="true") != resumed
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,6 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"model": "nowhere/at/all"}, "nowhere/at/all"),
         ({"resume_from_checkpoint": "nowhere"}, "nowhere"),
-        ({"activation_offloading": "true"}, "moves activations from a GPU"),
         ({"gpus": 2}, "--cpu"),
         ({"output_dir": "HERE/two_ranks"}, "holds another run"),
     ],

@@ -50,6 +50,7 @@ def run(task: Path, command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=task, env=env, capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_document_verifies(task, command):
     """What a person copies must run, and say that a good adapter and a good engine are good."""

@@ -345,3 +345,15 @@ def test_words_without_an_option_are_refused() -> None:
     """Catches a stray word that is swallowed."""
     with pytest.raises(ConfigError, match="expected an option such as .*, found 'stray'"):
         read_command_line(["stray", "--lora_r", "8"])
+
+
+@pytest.mark.parametrize(
+    "option", ({"activation_offloading": True}, {"activation_checkpointing_kwargs": {"offload": True}})
+)
+def test_offloading_needs_a_gpu(option):
+    """Catches a crash inside torch's pinned allocator, after the model has been loaded."""
+    from lorashard.train import build_arguments
+
+    config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
+    with pytest.raises(ConfigError, match="moves activations from a GPU"):
+        build_arguments(config, use_cpu=True)
