@@ -33,6 +33,7 @@ from lorashard import dist
 from lorashard.engine import Placeholder
 from lorashard.errors import CheckpointError, ConfigError
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
 SCENARIOS = (one_step, accumulation, reference_pass, evaluation_between, two_forwards)
 PLACEMENTS = (
     {"placement": "replicate"},
@@ -155,7 +156,10 @@ def check_own_memory(rank: int, folder: str, placement: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
     load(str(Path(folder).parent / "small"), dtype=torch.bfloat16, placement=placement)  # imports, caches
-    ctypes.CDLL(None).malloc_trim(0)  # what other tests left free would be taken first, and not be seen to grow
+    # What other tests left free would be taken first, and not be seen to grow: trim it, and map what is large anew.
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
     before = read()
     model = load(folder, dtype=torch.bfloat16, placement=placement, checkpointing="non-reentrant")
     one_step(model)

@@ -79,6 +79,8 @@ def verify_here(rank: int, result: Path, *words: object) -> Outcome:
         message = ""
     except (VerificationError, UserError) as error:
         message = f"{type(error).__name__}: {error}"
+    finally:
+        del os.environ[RESULT_FILE_VARIABLE]
     found = json.loads(result.read_text()) if rank == 0 and result.exists() else {}
     result.unlink(missing_ok=True)
     return message, found
