@@ -21,7 +21,7 @@ from .model.homes import ShardedHomes, choose_resident
 from .model.identity import BaseIdentity
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
-from .model.saved import find_adapter, read_config
+from .model.saved import find_adapter, find_base, read_config
 from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, shard_structure
 from .model.sources import MemorySource
 from .model.units import find_decoder_stack, find_structure
@@ -156,7 +156,7 @@ def load_adapter(
     asked = read_placement(placement=placement, **placement_options)
     folder = find_adapter(adapter)
     config = read_config(folder)
-    base, revision = _find_base(folder, config, base, revision)
+    base, revision = find_base(folder, config, base, revision)
     config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
     device = join_launch() if device is None else device
     described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation)
@@ -271,15 +271,17 @@ def merge(
     Memory: the adapter, and two units.
     """
     if isinstance(adapter, PeftModel):
+        if base or revision or device or allow_base_mismatch:
+            raise ConfigError("base, revision, device, allow_base_mismatch: a live model has its own; leave them out")
         return merge_live(
             adapter, Path(out), dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
         )
     folder = find_adapter(adapter)
-    base, revision = _find_base(folder, read_config(folder), base, revision)
+    base, revision = find_base(folder, read_config(folder), base, revision)
     device = join_launch() if device is None else device
     base_folder = resolve_folder(base, revision)
     with Checkpoint.open(base_folder) as checkpoint:
-        files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+        files = checkpoint.files
     BaseIdentity.of(files).check(folder, base, allow_base_mismatch)
     return merge_checkpoint(
         folder,
@@ -290,13 +292,6 @@ def merge(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-
-
-def _find_base(folder: Path, config: PeftConfig, base: str | None, revision: str | None) -> tuple[str, str | None]:
-    name = base or config.base_model_name_or_path
-    if not name:
-        raise ConfigError(f"{folder} does not say on which base it was trained: give base")
-    return name, revision or (None if base else config.revision)
 
 
 def stats(model: torch.nn.Module) -> Stats:

@@ -40,9 +40,10 @@ def chat(options: ChatOptions) -> None:
     Ranks: run by every rank. Rank 0 reads and prints. Where base units are gathered, all ranks generate the same
         tokens; elsewhere the others end at once.
     """
-    writer = PromptWriter(load_saved_tokenizer(options.adapter, options))
+    tokenizer = load_saved_tokenizer(options.adapter, options)
+    writer = PromptWriter(tokenizer)
     _check_system(options, writer)
-    model, tokenizer = load_for_use(options.adapter, options, _CACHED_TOKENS)
+    model = load_for_use(options.adapter, options, _CACHED_TOKENS)
     rank = dist.get_rank()
     say(rank, describe_placement(model))
     conversation = _Conversation(options, model, tokenizer, writer)

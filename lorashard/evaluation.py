@@ -54,6 +54,17 @@ class Question:
     answer_ids: list[int]
 
 
+# Whatever the base's generation config says: a penalty on what came before would change what is measured.
+_MOST_PROBABLE = {
+    "do_sample": False,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+
+
 def evaluate(options: EvalOptions) -> None:
     """Measure an adapter, or its base alone, on a dataset, and give the result.
 
@@ -73,7 +84,7 @@ def evaluate(options: EvalOptions) -> None:
     max_new_tokens = options.max_new_tokens or longest_answer + _SPARE_TOKENS
     # Without questions nothing is cached, but a forward of a batch takes room too.
     longest = max(prepared.report.longest_tokens, longest_prompt + max_new_tokens)
-    model, _ = load_for_use(options.adapter, options, options.per_device_eval_batch_size * longest)
+    model = load_for_use(options.adapter, options, options.per_device_eval_batch_size * longest)
     say(rank, describe_placement(model))
     if questions:
         check_length(model, longest_prompt, max_new_tokens, "the longest prompt")
@@ -193,7 +204,7 @@ def count_exact(
     """
     prompts = [question.prompt_ids for question in questions]
     stop_ids = PromptWriter(tokenizer).find_stop_ids()
-    generator = Generator(model, tokenizer, max_new_tokens, stop_ids)
+    generator = Generator(model, tokenizer, max_new_tokens, stop_ids, _MOST_PROBABLE)
     batches = plan_batches([len(prompt) for prompt in prompts], dist.get_world_size(), lambda _: batch_size)
     answers = answer_shared(
         generator, prompts, batches, 0, lambda done: say(dist.get_rank(), f"{done} of {len(prompts)} rows answered")

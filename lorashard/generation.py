@@ -66,6 +66,7 @@ class Generator:
         self._pad_id = tokenizer.pad_token_id
         self._arguments = {
             "use_cache": True,
+            "num_beams": 1,
             "pad_token_id": self._pad_id,
             "eos_token_id": self.stop_ids or None,
             "max_new_tokens": max_new_tokens,
@@ -156,7 +157,7 @@ def generate_file(options: GenerateOptions) -> None:
     writer = PromptWriter(tokenizer, options.as_chat)
     prompts = read_prompts(options.prompts, writer)
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    model, tokenizer = load_for_use(options.adapter, options, _count_cached_tokens(options, prompts))
+    model = load_for_use(options.adapter, options, _count_cached_tokens(options, prompts))
     rank = dist.get_rank()
     say(rank, describe_placement(model))
     check_length(model, len(longest.token_ids), options.max_new_tokens, longest.place)
@@ -299,7 +300,8 @@ def _check_out(options: GenerateOptions) -> Path:
         raise ConfigError(f"out {options.out}: expected a name in a folder that can be written to, found none such")
     if out.is_dir():
         raise ConfigError(f"out {options.out} is a folder: expected the name of a file to write")
-    if out.exists() and out.samefile(Path(options.prompts).expanduser()):
+    prompts = Path(options.prompts).expanduser()
+    if out.exists() and prompts.exists() and out.samefile(prompts):
         raise ConfigError(f"out {options.out} is the file of the prompts itself: expected another name")
     return out
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import HTTPError
 
 from . import api, dist
-from .model.checkpoint import explain_hub_errors
+from .errors import CheckpointError
+from .merging.staging import check_target
+from .model.saved import find_adapter
 from .output import give, say
 from .use_options import MergeOptions
 
@@ -23,15 +29,18 @@ def merge(options: MergeOptions) -> None:
     """
     device = api.join_launch()
     rank = dist.get_rank()
+    find_adapter(options.adapter)
+    check_target(Path(options.out))
     if options.push_to_hub and rank == 0:
-        with explain_hub_errors(options.push_to_hub, None):  # before hours of work, not after
+        with _explained_upload(options.push_to_hub):  # before hours of work, not after
             HfApi().create_repo(options.push_to_hub, private=options.hub_private_repo, exist_ok=True)
+    size = options.max_shard_size
     report = api.merge(
         options.adapter,
         options.out,
         options.base,
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        max_shard_size=options.max_shard_size,
+        max_shard_size=int(size) if size.isdigit() else size,
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
         allow_base_mismatch=options.allow_base_mismatch,
@@ -43,7 +52,18 @@ def merge(options: MergeOptions) -> None:
     ]
     if options.push_to_hub and rank == 0:
         say(rank, f"uploading to {options.push_to_hub}")
-        with explain_hub_errors(options.push_to_hub, None):
+        with _explained_upload(options.push_to_hub):
             url = HfApi().upload_folder(folder_path=Path(options.out), repo_id=options.push_to_hub)
         lines.append(f"uploaded: {url}")
     give(rank, {}, "\n".join(lines), as_json=False)
+
+
+@contextmanager
+def _explained_upload(repo_id: str) -> Iterator[None]:
+    try:
+        yield
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"the hub does not take {repo_id} ({' '.join(str(error).split())}): expected an id of yours, org/name, and "
+            "a token that may write: log in with `hf auth login` or set HF_TOKEN"
+        ) from error

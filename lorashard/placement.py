@@ -37,7 +37,7 @@ class PlacementOptions(BaseModel):
     """Shard over this many consecutive ranks, or over those of a node, and replicate across; not given: over all."""
     resident_layers: Literal["auto", "all"] | int = "auto"
     """How many decoder layers, spread evenly, stay whole on each rank; `all` means every unit; `auto` is planned by
-    `finetune`, and by `load` where it is told the batch; else it is 0."""
+    `finetune`, by `load` where it is told the batch, and where an adapter is used; else it is 0."""
     prefetch: int = Field(default=1, ge=0)
     """How many layers ahead to gather or copy; each takes a slot of memory."""
     layer_microbatch_size: int | None = Field(default=None, ge=1)

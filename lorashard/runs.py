@@ -54,9 +54,11 @@ class Run:
             (self.folder / "ranks" / f"rank_{self._rank}.jsonl").unlink(missing_ok=True)
         if self._rank != 0:
             return
+        # Of a run that goes on its last checkpoint holds the adapter; the one at the root is that of an ended run.
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            (self.folder / name).unlink(missing_ok=True)
         if not is_resumed:
-            for name in ("metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
             for checkpoint in self.folder.glob("checkpoint-*/"):  # a later resume must not find another run's
                 shutil.rmtree(checkpoint)
         _replace(self.folder / "config.yaml", config_yaml)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel, TaskType
 from transformers import PreTrainedTokenizerBase
 
 from . import api
 from .data.tokenizer import load_tokenizer
-from .model.saved import find_adapter, read_config
+from .errors import ConfigError
+from .model.saved import find_adapter, find_base, read_config
 from .use_options import UseOptions
 
 
-def load_for_use(
-    adapter: str, options: UseOptions, num_cached_tokens: int
-) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Return the adapter on its base, in eval mode, and the tokenizer that was saved with it, or else the base's.
+def load_for_use(adapter: str, options: UseOptions, num_cached_tokens: int) -> PeftModel:
+    """Return the adapter on its base, in eval mode.
 
     Args:
         num_cached_tokens: tokens of all rows for which there is to be room in the key-value cache.
 
     Raises:
-        UserError: as for `load_adapter`, or there is no tokenizer.
+        UserError: as for `load_adapter`, or it is no adapter of a causal language model.
 
     Ranks: collective over all ranks.
     """
     folder = find_adapter(adapter)
-    tokenizer = load_saved_tokenizer(adapter, options)
-    model = api.load_adapter(
+    check_is_causal(folder, read_config(folder))
+    return api.load_adapter(
         folder,
         options.base,
         dtype=getattr(torch, options.dtype),
@@ -38,7 +39,18 @@ def load_for_use(
         num_cached_tokens=num_cached_tokens,
         **options.placement_options(),
     )
-    return model, tokenizer
+
+
+def check_is_causal(folder: Path, config: PeftConfig) -> None:
+    """Refuse an adapter that does not answer.
+
+    Raises:
+        ConfigError: it is for another task.
+    """
+    if config.task_type not in (None, TaskType.CAUSAL_LM):
+        raise ConfigError(
+            f"{folder}: expected an adapter of a causal language model, found task_type {config.task_type}"
+        )
 
 
 def load_saved_tokenizer(adapter: str, options: UseOptions) -> PreTrainedTokenizerBase:
@@ -49,5 +61,7 @@ def load_saved_tokenizer(adapter: str, options: UseOptions) -> PreTrainedTokeniz
     """
     folder = find_adapter(adapter)
     has_own = (folder / "tokenizer_config.json").is_file()
-    name = str(folder) if has_own else options.base or read_config(folder).base_model_name_or_path
-    return load_tokenizer(name, None if has_own else options.model_revision, options.trust_remote_code)
+    if has_own:
+        return load_tokenizer(str(folder), None, options.trust_remote_code)
+    base, revision = find_base(folder, read_config(folder), options.base, options.model_revision)
+    return load_tokenizer(base, revision, options.trust_remote_code)

@@ -79,8 +79,8 @@ class MergeOptions(CommandOptions):
     """The base's folder or hub id, if it is not where the adapter says."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # type: ignore[assignment]
     """What is computed in and written; `auto` is the base's own."""
-    max_shard_size: str = "5GB"
-    """The largest file of weights."""
+    max_shard_size: str = Field(default="5GB", pattern=r"^\d+ ?([KMGT]i?B)?$")
+    """The largest file of weights: bytes, or such as 5GB or 500MB."""
     push_to_hub: str | None = None
     """Upload the merged model to this repo of the Hugging Face hub; it is made if it is not there."""
     hub_private_repo: bool | None = None

@@ -105,10 +105,7 @@ def merge_checkpoint(
         base = describe(skeleton)
         put_placeholders(skeleton, weights, device)
         held = _hold(skeleton, base, adapter, config)
-        try:
-            model = inject(skeleton, config)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise ConfigError(f"PEFT cannot put the adapter in {adapter} on its base: {_one_line(error)}") from error
+        model = inject(skeleton, config)
         find_tuner(model)
         restore(model, adapter)
         cast = dtype if dtype_is_given else None
@@ -123,7 +120,6 @@ def merge_live(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     trust_remote_code: bool = False,
-    tokenizer_folder: Path | None = None,
 ) -> MergeReport:
     """Write a sharded model's base with its active adapter merged into it; the model itself stays as it is.
 
@@ -131,7 +127,6 @@ def merge_live(
         model: from `lorashard.load` or `load_adapter`, whose base is read from its files again, or from
             `lorashard.shard`, whose units are gathered one after another.
         dtype: None takes the model's.
-        tokenizer_folder: a folder whose tokenizer is to go with the merged model, before the base's.
 
     Raises:
         ConfigError: PEFT cannot merge the adapter, `out` holds something, or `model` is not sharded.
@@ -164,14 +159,14 @@ def merge_live(
             skeleton.generation_config = live.generation_config
         base = describe(skeleton)
         merge = _Merge(model, skeleton, base, dtype, device, _held_names(keys, base, config), None, engine)
-        return merge.run(out, max_shard_size, tokenizer_folder)
+        return merge.run(out, max_shard_size, None)
     with Checkpoint.open(loaded.folder) as checkpoint:
         plan = partial(_plan_base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
         skeleton, weights = plan(loaded.folder, checkpoint)
         base = describe(skeleton)
         files = _Files(loaded.folder, checkpoint, weights, None, _dropped_keys(config), plan)
         merge = _Merge(model, skeleton, base, dtype, device, _held_names(keys, base, config), files, engine)
-        return merge.run(out, max_shard_size, tokenizer_folder)
+        return merge.run(out, max_shard_size, None)
 
 
 def find_dtype(folder: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> torch.dtype:

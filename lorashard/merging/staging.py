@@ -52,6 +52,8 @@ def check_target(out: Path) -> None:
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: give another target, or remove it first")
+    if out.is_mount():
+        raise ConfigError(f"{out} is a mount point, which a folder cannot be renamed to: give a folder inside it")
 
 
 def remove_partial(out: Path) -> None:

@@ -13,13 +13,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine import Placeholder
+from ..errors import ConfigError
 
 
 def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftModel:
-    """Put a new adapter on `model`, as `get_peft_model` does."""
+    """Put a new adapter on `model`, as `get_peft_model` does.
+
+    Raises:
+        ConfigError: PEFT cannot: modules that the model has not, or a kind of adapter that has no place in it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
-        return get_peft_model(model, config, **options)
+        try:
+            return get_peft_model(model, config, **options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ConfigError(
+                f"PEFT cannot put this adapter on {type(model).__name__}: {' '.join(str(error).split())}"
+            ) from error
 
 
 def find_adapter_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -186,6 +186,11 @@ class Checkpoint:
         self.bytes_read = 0
         self._descriptors: OrderedDict[Path, int] = OrderedDict()
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
         """Read and check the headers of all weight files in `folder`; no tensor is read.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from filelock import FileLock
 from huggingface_hub import constants
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .. import dist
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 
 ADAPTER_NAME = "adapter_model.safetensors"
 _METADATA_KEY = "lorashard.base"
@@ -36,29 +36,39 @@ class BaseIdentity:
     def of(cls, files: Sequence[Path]) -> BaseIdentity:
         """Hash the files of a base, each on one rank.
 
-        Ranks: collective over all ranks, which must see the same files.
+        Ranks: collective over all ranks, which must see the same files. They meet after each file, since a collective
+            may not wait for hours.
         """
         files = sorted(files)
-        share = files[dist.get_rank() :: dist.get_world_size()]
+        num_ranks = dist.get_world_size()
         hashes: dict[str, str] = {}
-        for part in dist.gather_objects({file.name: hash_file(file) for file in share}):
-            hashes |= part
+        for begin in range(0, len(files), num_ranks):
+            mine = files[begin : begin + num_ranks][dist.get_rank() : dist.get_rank() + 1]
+            for part in dist.gather_objects({file.name: hash_file(file) for file in mine}):
+                hashes |= part
         return cls(hashes)
 
     @classmethod
     def read(cls, adapter: Path) -> BaseIdentity | None:
-        """Return what an adapter's folder says of the base that it was trained on; None if it says nothing."""
+        """Return what an adapter's folder says of the base that it was trained on; None if it says nothing.
+
+        Raises:
+            CheckpointError: the adapter's file is damaged.
+        """
         file = adapter / ADAPTER_NAME
         if not file.is_file():
             return None
-        with safe_open(file, framework="pt") as opened:
-            text = (opened.metadata() or {}).get(_METADATA_KEY)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                text = (opened.metadata() or {}).get(_METADATA_KEY)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
         return cls(json.loads(text)) if text else None
 
     def write(self, adapter: Path) -> None:
         """Put this into the metadata of an adapter's file, which is replaced as a whole."""
         file = adapter / ADAPTER_NAME
-        partial = file.with_suffix(".partial")
+        partial = file.with_suffix(f".partial-{os.getpid()}")
         metadata = {"format": "pt", _METADATA_KEY: json.dumps(self.files, sort_keys=True)}
         save_file(load_file(file), partial, metadata=metadata)
         os.replace(partial, file)
@@ -104,14 +114,16 @@ def hash_file(file: Path) -> str:
     facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
     key = ":".join(map(str, (resolved, *facts)))
     known_file = find_cache_dir() / "hashes.json"
+    known = _read_known(known_file).get(key)  # replaced as a whole, so read without the lock
+    if known is not None:
+        return known
+    sha256 = _hash(resolved)
     try:
         known_file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(known_file.with_suffix(".lock")):
-            known = _read_known(known_file).get(key)
-        return known or _remember(known_file, key, _hash(resolved))
-    except PermissionError as error:
+        _remember(known_file, key, sha256)
+    except OSError as error:
         _logger.warning("%s cannot be written (%s), so %s is hashed each time", known_file, error.strerror, resolved)
-        return _hash(resolved)
+    return sha256
 
 
 def _hash(file: Path) -> str:
@@ -123,12 +135,14 @@ def _hash(file: Path) -> str:
 
 
 def _read_known(known_file: Path) -> dict[str, str]:
-    return json.loads(known_file.read_text(encoding="utf-8")) if known_file.exists() else {}
+    try:
+        return json.loads(known_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there yet, or damaged: it is only a memory
+        return {}
 
 
-def _remember(known_file: Path, key: str, sha256: str) -> str:
+def _remember(known_file: Path, key: str, sha256: str) -> None:
     with FileLock(known_file.with_suffix(".lock")):
         partial = known_file.with_suffix(".partial")
         partial.write_text(json.dumps(_read_known(known_file) | {key: sha256}, indent=1), encoding="utf-8")
         os.replace(partial, known_file)
-    return sha256

@@ -85,12 +85,14 @@ def load_sharded(
     attn_implementation: str | None = None,
     adapter: Path | None = None,
     allow_base_mismatch: bool = False,
+    is_identified: bool = True,
     allow_unexpected: Sequence[str] = (),
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
     Args:
         adapter: the folder of a saved adapter, whose config is `lora`, to go on with; without it a new one is made.
+        is_identified: hash the files, once, so that adapters can tell their base.
         allow_unexpected: prefixes of stored keys for which the model need have no place.
 
     Raises:
@@ -118,9 +120,10 @@ def load_sharded(
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
-        identity = BaseIdentity.of(weights.files)
+        identity = BaseIdentity.of(weights.files) if is_identified else None
         if adapter is not None:
-            identity.check(adapter, model_name_or_path, allow_base_mismatch)
+            if identity is not None:
+                identity.check(adapter, model_name_or_path, allow_base_mismatch)
             restore(model, adapter)
         group = ShardGroup.of_size(placement.group_size)
         make_home: MakeHome
@@ -133,7 +136,8 @@ def load_sharded(
         shard_structure(model, structure, make_home, group, device, placement.prefetch)
     if placement.placement == "file":
         refuse_merging(model)
-    remember_base(model, LoadedBase(folder, identity))
+    if identity is not None:
+        remember_base(model, LoadedBase(folder, identity))
     return model.to(device)
 
 
@@ -151,8 +155,10 @@ def check_initialisation(lora: PeftConfig) -> None:
     """Refuse what makes another base than the one in the files, of a new adapter and of a saved one.
 
     Raises:
-        ConfigError: the adapter's initialisation rewrites the base.
+        ConfigError: the adapter's initialisation rewrites the base, or it is no part of the base's layers.
     """
+    if getattr(lora, "is_prompt_learning", False):
+        raise ConfigError(f"expected an adapter inside the base's layers, such as LoRA, found {lora.peft_type}")
     wanted = str(getattr(lora, "init_lora_weights", True)).lower()
     if wanted.startswith(_REWRITING_INITIALISATIONS):
         raise ConfigError(

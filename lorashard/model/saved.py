@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
 from huggingface_hub import constants, snapshot_download
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..engine import Placeholder
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from .checkpoint import explain_hub_errors
 from .identity import ADAPTER_NAME
 
 CONFIG_NAME = "adapter_config.json"
+_logger = logging.getLogger(__name__)
 _FILES = (CONFIG_NAME, "adapter_model.*", "*token*", "chat_template*", "*.jinja", "vocab*", "merges*", "special_*")
 
 
@@ -36,17 +37,41 @@ def find_adapter(name: str | Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"expected an adapter's folder, a run's or a hub id, found nothing at {name}")
     if not (folder / CONFIG_NAME).is_file():
-        newest = get_last_checkpoint(str(folder))
-        if newest is None:
+        checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+        checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]))
+        if not checkpoints:
             raise CheckpointError(
                 f"expected {CONFIG_NAME} or a run's checkpoints in {folder}, found neither; give the folder of an "
                 "adapter, or of a run that has saved one"
             )
-        folder = Path(newest)
-    absent = [file for file in (CONFIG_NAME, ADAPTER_NAME) if not (folder / file).is_file()]
+        whole = [path for path in checkpoints if not _find_absent(path)]
+        if whole and whole[-1] is not checkpoints[-1]:
+            _logger.warning("%s is not whole, so %s is taken", checkpoints[-1], whole[-1])
+        folder = (whole or checkpoints)[-1]
+    absent = _find_absent(folder)
     if absent:
         raise CheckpointError(f"the adapter in {folder} is not whole: {' and '.join(absent)} missing; save it again")
     return folder
+
+
+def _find_absent(folder: Path) -> list[str]:
+    return [file for file in (CONFIG_NAME, ADAPTER_NAME) if not (folder / file).is_file()]
+
+
+def find_base(folder: Path, config: PeftConfig, base: str | None, revision: str | None) -> tuple[str, str | None]:
+    """Return the name and revision of an adapter's base: those that are given, or those that the adapter knows.
+
+    Raises:
+        ConfigError: it knows none, or a folder that is not there.
+    """
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ConfigError(f"{folder} does not say on which base it was trained: give base (--base)")
+    if base is None and not _is_hub_id(name) and not Path(name).is_dir():
+        raise ConfigError(
+            f"{folder} was trained on the base in {name}, which is not there: if it has moved, give base (--base)"
+        )
+    return name, revision or (None if base else config.revision)
 
 
 def _is_hub_id(name: str) -> bool:

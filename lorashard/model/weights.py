@@ -137,7 +137,7 @@ class BaseWeights:
     @property
     def files(self) -> list[Path]:
         """The files that hold the checkpoint's tensors."""
-        return sorted({tensor.file for tensor in self._checkpoint.tensors.values()})
+        return self._checkpoint.files
 
     def stored_as(self, name: str) -> Runs | Group | None:
         """Return how the files hold a tensor under its own name; None if it is missing, or stored for a tied name."""

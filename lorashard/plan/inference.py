@@ -42,8 +42,11 @@ def plan_inference(
 def count_cache_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes that a token of one row takes in a key-value cache that keeps all tokens of all layers."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    queries = getattr(text, "num_attention_heads", 0)
+    if not queries:  # a model without attention keeps a state, however many tokens there are
+        return 0
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    width = getattr(text, "head_dim", None) or text.hidden_size // queries
     return 2 * text.num_hidden_layers * heads * width * dtype.itemsize
 
 

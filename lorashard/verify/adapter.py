@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, TaskType
+from peft import LoraConfig, PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from .. import api, dist
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, UserError
 from ..model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
 from ..model.checkpoint import Checkpoint, resolve_folder, shorten
 from ..model.identity import ADAPTER_NAME, BaseIdentity
-from ..model.loading import build_skeleton
-from ..model.saved import CONFIG_NAME, find_adapter, read_config, restore
+from ..model.loading import build_skeleton, load_sharded
+from ..model.saved import CONFIG_NAME, find_adapter, find_base, read_config, restore
 from ..model.weights import BaseWeights
 from ..output import say
 from ..placement import read_placement
 from ..plan.auto import BaseModel
 from ..plan.inference import plan_inference
 from ..plan.size import build_meta_model
+from ..use import check_is_causal
 from ..use_options import VerifyOptions
 from .memory import free
 from .rows import Distance, compute_logits, take_rows
@@ -101,26 +102,19 @@ def _check_files(name: str) -> list[Verdict]:
     verdicts = [Verdict("files", text, not faults, {"num_tensors": len(tensors)})]
     lora_b = find_lora_b(tensors)
     dead = [key for key, tensor in lora_b.items() if not tensor.any()]
-    if dead:
-        text = f"lora_B is zero in {len(dead)} of {len(lora_b)} adapted layers: {shorten(dead)}"
-        verdicts.append(Verdict("learnt", text, is_right=False))
-    elif lora_b:
-        verdicts.append(Verdict("learnt", f"lora_B is zero in none of {len(lora_b)} adapted layers"))
+    if lora_b:
+        text = f"lora_B is zero in {len(dead) or 'none'} of {len(lora_b)} adapted layers"
+        text += f": {shorten(dead)}" if dead else ""
+        verdicts.append(Verdict("learnt", text, is_right=len(dead) < len(lora_b)))
     return verdicts
 
 
 def _describe(options: VerifyOptions) -> _Subject:
     folder = find_adapter(str(options.adapter))
     config = read_config(folder)
-    if config.task_type not in (None, TaskType.CAUSAL_LM):
-        raise ConfigError(
-            f"{folder}: expected an adapter of a causal language model, found task_type {config.task_type}"
-        )
+    check_is_causal(folder, config)
     config.inference_mode = False  # its tensors are told by what would train
-    base = options.base or config.base_model_name_or_path
-    if not base:
-        raise ConfigError(f"{folder} does not say on which base it was trained: give --base")
-    revision = options.model_revision or config.revision
+    base, revision = find_base(folder, config, options.base, options.model_revision)
     base_folder = resolve_folder(base, revision)
     text = AutoConfig.from_pretrained(base_folder, trust_remote_code=options.trust_remote_code).get_text_config()
     return _Subject(folder, config, base, base_folder, revision, text.vocab_size)
@@ -138,7 +132,7 @@ def _check_keys(subject: _Subject, options: VerifyOptions) -> Verdict:
                 trust_remote_code=options.trust_remote_code,
             )
             restore(model, subject.folder)
-    except (CheckpointError, ValueError) as error:  # PEFT's, for modules that the base has not
+    except UserError as error:
         return Verdict("keys", " ".join(str(error).split()), is_right=False)
     num_expected = sum(parameter.requires_grad for parameter in model.parameters())
     return Verdict(
@@ -237,13 +231,15 @@ def _compute_merged(options: VerifyOptions, rows: list[list[int]], device: torch
     dtype = getattr(torch, options.dtype)
     described = BaseModel(options.merged, lora, dtype, None, options.trust_remote_code, options.attn_implementation)
     asked = read_placement(**options.placement_options())
-    model = api.load(
+    model = load_sharded(
         options.merged,
         lora,
         plan_inference(described, asked, device, options.num_rows * options.max_length),
+        device,
         dtype=dtype,
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
+        is_identified=False,  # nothing is saved from it
     ).eval()
     with model.disable_adapter():
         logits = compute_logits(model, rows, device)

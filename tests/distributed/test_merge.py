@@ -34,7 +34,7 @@ import lorashard
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.merging import merge, writing
 from lorashard.merging.merge import merge_checkpoint, merge_live
-from lorashard.merging.staging import remove_partial
+from lorashard.merging.staging import check_target, remove_partial
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -609,3 +609,10 @@ def test_a_rank_that_fails_on_a_live_model_does_not_leave_the_others_gathering(t
     base = save_base(tmp_path / "base", "llama")
     assert run_ranks(check_live_failure, 2, str(base), str(tmp_path / "out")) == ["done"] * 2
     assert names_in(tmp_path) == ["base"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
+    """Catches hours of merging into a folder that nothing can be renamed to, which a container's volume is."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")
+    with pytest.raises(ConfigError, match="mount point"):
+        check_target(tmp_path / "out")

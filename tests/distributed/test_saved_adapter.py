@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.identity import BaseIdentity
+from lorashard.model.identity import BaseIdentity, hash_file
 
 KINDS = {
     "lora": {},
@@ -188,7 +189,7 @@ def test_embedding_of_another_base_in_the_adapter_is_refused(tmp_path):
         lorashard.load_adapter(tmp_path / "adapter", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("fault", ["missing", "incomplete", "shape", "damaged"])
+@pytest.mark.parametrize("fault", ["missing", "incomplete", "shape", "config", "pointer", "target", "kind"])
 def test_broken_adapter_is_an_error_of_one_line(tmp_path, fault):
     """An adapter with missing tensors loads in plain PEFT, and answers as the base does."""
     base = _save_base(tmp_path / "base")
@@ -203,11 +204,58 @@ def test_broken_adapter_is_an_error_of_one_line(tmp_path, fault):
         save_file(tensors, file)
     elif fault == "shape":
         save_file(tensors | {name: torch.zeros(2, 2)}, file)
-    else:
-        (tmp_path / "adapter" / "adapter_config.json").write_text("{")
-    with pytest.raises(CheckpointError) as raised:
+    elif fault == "pointer":
+        file.write_text("version https://git-lfs.github.com/spec/v1")
+    config_file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(config_file.read_text())
+    changes = {"target": {"target_modules": ["query_key_value"]}, "kind": {"peft_type": "PROMPT_TUNING"}}
+    if fault == "kind":
+        config = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2, "base_model_name_or_path": str(base)}
+    config_file.write_text("{" if fault == "config" else json.dumps(config | changes.get(fault, {})))
+    with pytest.raises((CheckpointError, ConfigError)) as raised:
         lorashard.load_adapter(tmp_path / "adapter")
-    assert "\n" not in str(raised.value) and str(tmp_path / "adapter") in str(raised.value)
+    assert "\n" not in str(raised.value)
+    expected = {"target": "query_key_value", "kind": "such as LoRA"}
+    assert expected.get(fault, str(tmp_path / "adapter")) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["/gone/base", "./models/gone", None])
+def test_base_that_is_not_there_leads_to_the_option(tmp_path, name):
+    """Catches a person told to check the spelling of a path that the adapter has, not they."""
+    _train_a_little(_save_base(tmp_path / "base"), tmp_path / "adapter")
+    config_file = tmp_path / "adapter" / "adapter_config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": name}))
+    with pytest.raises(ConfigError, match="--base"):
+        lorashard.load_adapter(tmp_path / "adapter")
+    lorashard.load_adapter(tmp_path / "adapter", base=str(tmp_path / "base"))
+
+
+def test_a_memory_of_hashes_that_fails_costs_time_alone(tmp_path, monkeypatch, caplog):
+    """Catches an empty or unwritable cache that stops every command."""
+    home = tmp_path / "home"
+    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(home))
+    file = tmp_path / "file"
+    file.write_bytes(b"weights")
+    expected = hashlib.sha256(b"weights").hexdigest()
+    (home / "lorashard").mkdir(parents=True)
+    (home / "lorashard" / "hashes.json").write_text("")
+    assert hash_file(file) == hash_file(file) == expected
+    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(file / "no folder"))
+    with caplog.at_level(logging.WARNING):
+        assert hash_file(file) == expected
+    assert "hashed each time" in caplog.text
+
+
+def test_two_processes_may_save_one_folder(tmp_path):
+    """A script that saves on every rank is wasteful; a file that is replaced under the other's hands is gone."""
+    _train_a_little(_save_base(tmp_path / "base"), tmp_path / "adapter")
+
+    def body(rank):
+        for _ in range(20):
+            BaseIdentity({"file": "0" * 64}).write(tmp_path / "adapter")
+
+    run_ranks(body, 2)
+    assert BaseIdentity.read(tmp_path / "adapter") == BaseIdentity({"file": "0" * 64})
 
 
 def test_run_that_was_killed_gives_its_last_checkpoint(tmp_path):
@@ -218,3 +266,5 @@ def test_run_that_was_killed_gives_its_last_checkpoint(tmp_path):
     assert not torch.equal(_logits(lorashard.load_adapter(tmp_path / "run", dtype=torch.float32)), expected)
     last = lorashard.load_adapter(tmp_path / "run", dtype=torch.float32)
     assert last.peft_config["default"].r == 10
+    (tmp_path / "run" / "checkpoint-10" / "adapter_config.json").unlink()  # killed while it was written
+    assert lorashard.load_adapter(tmp_path / "run").peft_config["default"].r == 5

@@ -114,10 +114,6 @@ def test_good_adapter_and_merged_model_pass(task, placement):
     assert found["checks"]["logits"]["difference_from_base"] > 0.1 and merged["difference_from_base"] > 0.1
 
 
-def zero_one(tensors):
-    return tensors | {name: t * 0 for name, t in tensors.items() if "layers.2.mlp.up_proj.lora_B" in name}
-
-
 def zero_all(tensors):
     return tensors | {name: tensor * 0 for name, tensor in tensors.items() if "lora_B" in name}
 
@@ -148,7 +144,6 @@ def empty(tensors):
 @pytest.mark.parametrize(
     "change, check, words",
     [
-        (zero_one, "learnt", "lora_B is zero in 1 of 42 adapted layers: base_model.model.model.layers.2.mlp.up_proj"),
         (zero_all, "learnt", "lora_B is zero in 42 of 42"),
         (put_nan, "files", "NaN or infinity in base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"),
         (drop_one, "keys", "layers.1.self_attn.v_proj"),

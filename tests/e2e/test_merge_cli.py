@@ -80,6 +80,7 @@ def test_merged_model_goes_to_the_hub(adapter, tmp_path):
         words = ("--cpu", 1, "--push_to_hub", "me/merged")
         nobody = run(adapter, tmp_path / "nothing", *words, **environment, HF_TOKEN="")
         assert nobody.returncode == 2 and "log in" in nobody.stderr and not (tmp_path / "nothing").exists()
+        assert hub.uploaded == {}
         result = run(adapter, tmp_path / "out", *words, **environment, HF_TOKEN="hf_secret")
         assert result.returncode == 0, result.stderr
         written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
