@@ -136,7 +136,13 @@ def test_ctrl_c_ends_a_chat_cleanly(task, ranks):
     """Catches a traceback, a rank that is left, or a launcher that waits for a line that nobody will type."""
     command = [*LORASHARD, "chat", "runs/answers", *GREEDY, "--cpu", ranks, "--placement", "shard"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=task, env=make_environment(task), start_new_session=True, **pipes)
+
+    def heed_ctrl_c() -> None:  # tests that run in the background of a shell ignore it, and so would their children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    process = subprocess.Popen(
+        command, cwd=task, env=make_environment(task), start_new_session=True, preexec_fn=heed_ctrl_c, **pipes
+    )
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(b"w20\n")
