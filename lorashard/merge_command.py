@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import HTTPError
+from huggingface_hub.errors import HFValidationError, HTTPError
 
 from . import api, dist
 from .errors import CheckpointError
