@@ -25,7 +25,7 @@ from ..placement import read_placement
 from ..plan.auto import BaseModel
 from ..plan.inference import plan_inference
 from ..plan.size import build_meta_model
-from ..use import check_is_causal
+from ..use import check_is_causal, load_for_use
 from ..use_options import VerifyOptions
 from .memory import free
 from .rows import Distance, compute_logits, take_rows
@@ -205,17 +205,7 @@ def _compute_adapted(
     subject: _Subject, options: VerifyOptions, rows: list[list[int]], device: torch.device
 ) -> tuple[_Logits, _Logits]:
     """Return the logits with the adapter and without it."""
-    model = api.load_adapter(
-        subject.folder,
-        options.base,
-        dtype=getattr(torch, options.dtype),
-        revision=subject.revision,
-        trust_remote_code=options.trust_remote_code,
-        attn_implementation=options.attn_implementation,
-        allow_base_mismatch=options.allow_base_mismatch,
-        num_cached_tokens=options.num_rows * options.max_length,
-        **options.placement_options(),
-    )
+    model = load_for_use(str(subject.folder), options, options.num_rows * options.max_length)
     adapted = compute_logits(model, rows, device)
     with model.disable_adapter():
         base = compute_logits(model, rows, device)

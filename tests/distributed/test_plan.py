@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from plan_support import build_meta, build_sized, build_trained
+from plan_support import build_meta, build_sized, build_trained, measure_peak
 from support import run_ranks
 from test_loading import save_base
 from tiny import NUM_LAYERS, add_lora, build_base, build_model, make_batch
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lorashard
@@ -197,13 +196,7 @@ def check_peak(rank: int, world_size: int, options: dict, checkpointing: dict | 
 
     step()
     step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    live_bytes = peak_bytes = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live_bytes += event.nbytes()
-        peak_bytes = max(peak_bytes, live_bytes)
+    peak_bytes = measure_peak(step)
     stats = lorashard.stats(model)
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
