@@ -155,9 +155,9 @@ def render(record: dict[str, Any]) -> str:
 
 HEAD = """# How training scales: a prediction
 
-Written by `python benchmarks/scaling.py`; a test keeps it so. **None of this is measured.** Nobody has run lorashard
-on more than one node: the bytes are the engine's (`tests/distributed/test_plan.py` compares the same formula with what
-2, 4 and 2 x 2 ranks count), the seconds are arithmetic over data sheets.
+Written by `python benchmarks/scaling.py`; a test keeps it so. **None of this is measured.** Nobody has timed
+lorashard on more than one node: the bytes are the engine's (`tests/distributed/test_plan.py` compares the same formula
+with what 2, 4 and 2 x 2 ranks count), the seconds are arithmetic over data sheets.
 
 Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, activation checkpointing, one row a step, {gpus} x
 {gpu_type} with 2 TiB of host memory on each node, {flops:.0f} TFLOPS, {peer:.0f} GB/s between the GPUs of a node and
@@ -165,8 +165,8 @@ Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, activation checkp
 {transformers}.
 
 *Flat* shards the base over all GPUs, *hybrid* (`shard_group_size: node`) over those of each node, so that the base
-never crosses the network. *Waits* is the share of a step that waits for the base. The last two columns are what each
-node receives of the base in a step."""
+never crosses the network; that is the default. *Waits* is the share of a step that waits for the base. The last two
+columns are what each node receives of the base in a step."""
 
 
 def main() -> None:

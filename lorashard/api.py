@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import PartialState
-from peft import PeftConfig, PeftModel
+from accelerate.state import DistributedType, PartialState
+from peft import PeftConfig, PeftModel, TaskType
 
 from . import dist
 from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
 from .merging.merge import MergeReport, merge_checkpoint, merge_live
-from .model.adapters import base_test, find_adapter_parameters
+from .model.adapters import base_test
+from .model.adding import follow_added_adapters, share_adapters
+from .model.backward import end_backward_at_adapters
 from .model.checkpoint import Checkpoint, resolve_folder
 from .model.checkpointing import checkpoint_some
+from .model.compiling import compile_layers, read_compile_options
 from .model.homes import ShardedHomes, choose_resident
 from .model.identity import BaseIdentity
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
+from .model.refusals import check_config
 from .model.saved import find_adapter, find_base, read_config
 from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, shard_structure
 from .model.sources import MemorySource
-from .model.units import find_decoder_stack, find_structure
+from .model.stacks import find_layers, name_units
+from .model.units import find_structure
 from .placement import (
     PlacementOptions,
     ResolvedPlacement,
+    explain_groups,
     explain_placement,
     parse_steps,
     read_placement,
@@ -37,6 +45,7 @@ from .plan.auto import BaseModel, Training, plan_here
 from .plan.choose import PlanError
 from .plan.inference import plan_inference
 from .plan.trace import Microbatch
+from .plugins import explain_plugin, refuse_plugins
 from .profiling import StepProfiler
 
 _logger = logging.getLogger(__name__)
@@ -55,6 +64,8 @@ def load(
     per_device_train_batch_size: int | None = None,
     max_length: int | None = None,
     activation_checkpointing: bool = True,
+    num_labels: int | None = None,
+    torch_compile: bool | Mapping[str, Any] = False,
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
     **placement_options: Any,
@@ -76,12 +87,15 @@ def load(
             `auto` plan for the memory and speed of these ranks, and say why it takes what it takes.
         max_length: tokens of the longest row, padding included.
         activation_checkpointing: whether the trainer will use it.
+        num_labels: of sequence classification, 1 for a reward model; the default is the config's, mostly 2.
+        torch_compile: compile the `forward` of each decoder layer; or arguments of torch.compile, such as
+            `{"mode": ..., "backend": ...}`. Not the trainer's switch, which would compile the sharding too.
         profile_steps: optimizer steps to trace on each rank, such as `3-5`, counted from 1. What they took, and where
             the time went, is written when the last of them ends.
         profile_dir: the folder for it: `rank_K.json` of each rank, and `summary.md`.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
-            `activation_checkpointing_layers`.
+            `activation_checkpointing_layers`, `unit_paths`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
@@ -93,10 +107,13 @@ def load(
     """
     if (per_device_train_batch_size is None) != (max_length is None):
         raise ConfigError("per_device_train_batch_size and max_length: expected both, to plan with, or neither")
+    if num_labels is not None and lora.task_type != TaskType.SEQ_CLS:
+        raise ConfigError(f"num_labels is for sequence classification: task_type is {lora.task_type}, not SEQ_CLS")
     profiled = parse_steps(profile_steps) if profile_steps else None
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
     device = device or own_device
+    compiling = read_compile_options(torch_compile, device)
     if isinstance(asked, PlacementOptions) and asked.is_placement_open and per_device_train_batch_size and max_length:
         base = BaseModel(str(model_name_or_path), lora, dtype, revision, trust_remote_code, attn_implementation)
         microbatch = Microbatch(
@@ -118,8 +135,9 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
+        num_labels=num_labels,
     )
-    return _profiled(_finish(model, resolved), profiled, profile_dir)
+    return _profiled(_finish(model, resolved, compiling), profiled, profile_dir)
 
 
 def load_adapter(
@@ -135,6 +153,7 @@ def load_adapter(
     is_trainable: bool = False,
     allow_base_mismatch: bool = False,
     num_cached_tokens: int = 8192,
+    torch_compile: bool | Mapping[str, Any] = False,
     **placement_options: Any,
 ) -> PeftModel:
     """Load a saved adapter on its base, which is sharded as `load` does it; for use, or with `is_trainable` to go on.
@@ -145,6 +164,7 @@ def load_adapter(
         placement: as for `load`. With `auto` the base is whole on each device if it fits, and else as much of it as
             does; on a CPU it is read from its own files.
         num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
+        torch_compile: as for `load`; layers that fill a key-value cache, as in `generate`, run uncompiled.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit each other.
@@ -159,6 +179,7 @@ def load_adapter(
     base, revision = find_base(folder, config, base, revision)
     config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
     device = join_launch() if device is None else device
+    compiling = read_compile_options(torch_compile, device)
     described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation)
     resolved = plan_inference(described, asked, device, num_cached_tokens)
     model = load_sharded(
@@ -175,7 +196,7 @@ def load_adapter(
     )
     if not is_trainable:
         model.eval().requires_grad_(False)
-    return _finish(model, resolved)
+    return _finish(model, resolved, compiling)
 
 
 def shard(
@@ -183,6 +204,7 @@ def shard(
     placement: str = "auto",
     *,
     device: torch.device | None = None,
+    torch_compile: bool | Mapping[str, Any] = False,
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
     **placement_options: Any,
@@ -193,7 +215,7 @@ def shard(
         model: every rank holds the same base; adapters may differ and are overwritten by rank 0's.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host` or `auto`.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
-        profile_steps, profile_dir: as for `load`.
+        torch_compile, profile_steps, profile_dir: as for `load`.
         **placement_options: as for `load`.
 
     Raises:
@@ -212,15 +234,19 @@ def shard(
         )
     if any(ENGINE_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigError(f"this {type(model).__name__} is sharded already: call lorashard.shard once")
+    for config in model.peft_config.values():
+        check_config(config, is_in_memory=True)
     own_device = join_launch()
     device = device or own_device
+    compiling = read_compile_options(torch_compile, device)
     resolved = _resolve(options)
+    name_units(model, resolved.unit_paths)
     structure = find_structure(model, base_test(model))
     group = dist.ShardGroup.of_size(resolved.group_size)
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch)
-    return _profiled(_finish(model.to(device), resolved), profiled, profile_dir)
+    return _profiled(_finish(model.to(device), resolved, compiling), profiled, profile_dir)
 
 
 def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Path) -> PeftModel:
@@ -229,13 +255,16 @@ def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Pat
     return model
 
 
-def _finish(model: PeftModel, resolved: ResolvedPlacement) -> PeftModel:
+def _finish(model: PeftModel, resolved: ResolvedPlacement, compiling: Mapping[str, Any] | None) -> PeftModel:
+    if compiling is not None:
+        compile_layers(find_layers(model), compiling)
     if resolved.layer_microbatch_size is not None:
-        split_layers(list(find_decoder_stack(model)[1]), resolved.layer_microbatch_size)
+        split_layers(find_layers(model), resolved.layer_microbatch_size)
     if resolved.activation_checkpointing_layers != "all":
         checkpoint_some(model, resolved.activation_checkpointing_layers)
-    adapter = find_adapter_parameters(model)
-    dist.broadcast_(parameter.data for parameter in model.parameters() if parameter in adapter)
+    end_backward_at_adapters(model)
+    follow_added_adapters(model, engine_of(model))
+    share_adapters(model)
     return model
 
 
@@ -328,12 +357,16 @@ def join_launch() -> torch.device:
     would look healthy.
 
     Raises:
-        ConfigError: the launcher's world size and accelerate's differ, or the device is neither a CUDA GPU nor the CPU.
+        ConfigError: the launcher's world size and accelerate's differ, the device is neither a CUDA GPU nor the CPU, or
+            accelerate is told to shard or compile the model itself.
 
     Ranks: collective over all ranks of the launch.
     """
+    refuse_plugins(os.environ)
     env = dist.read_launcher_env()
     state = PartialState(cpu=dist.is_cpu_requested())
+    if state.distributed_type == DistributedType.DEEPSPEED:  # the trainer's arguments leave no variable behind
+        raise ConfigError(explain_plugin("DeepSpeed", "by the trainer's arguments", "deepspeed=..."))
     if env is not None and env.world_size != state.num_processes:
         raise ConfigError(
             f"the launcher started {env.world_size} ranks but accelerate sees {state.num_processes}, so the ranks "
@@ -351,10 +384,8 @@ def join_launch() -> torch.device:
 def _plan(
     base: BaseModel, microbatch: Microbatch, device: torch.device, options: PlacementOptions
 ) -> ResolvedPlacement | PlacementOptions:
-    env = dist.read_launcher_env()
-    ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
     try:
-        plan = plan_here(base, Training(microbatch), device, ranks_per_node, options)
+        plan = plan_here(base, Training(microbatch), device, options)
     except PlanError as error:
         reason, chosen = f"{error}; taking shard, give placement for another", None
     else:
@@ -367,8 +398,9 @@ def _plan(
 def _resolve(options: PlacementOptions | ResolvedPlacement) -> ResolvedPlacement:
     if isinstance(options, ResolvedPlacement):
         return options
-    explanation = explain_placement(options)
-    if explanation and dist.get_rank() == 0:
-        _logger.warning(explanation)
-    node_size = dist.find_node_size() if options.combine()["shard_group_size"] == "node" else None
-    return resolve_placement(options, dist.get_world_size(), node_size)
+    world_size, node_size = dist.get_world_size(), dist.find_node_size()
+    resolved = resolve_placement(options, world_size, node_size)
+    for line in (explain_placement(options), explain_groups(options, resolved.group_size, world_size, node_size)):
+        if line and dist.get_rank() == 0:
+            _logger.warning(line)
+    return resolved

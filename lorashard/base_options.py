@@ -1,16 +1,16 @@
-"""Which base, and on what ranks, for every command that computes with one. Imports no torch."""
+"""On what ranks a command works, and which base it computes with. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .errors import ConfigError
 
 
-class BaseOptions(BaseModel):
-    """How the base is read, and the ranks that compute with it."""
+class RankOptions(BaseModel):
+    """The ranks of a command."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -18,6 +18,22 @@ class BaseOptions(BaseModel):
     """How many of the visible GPUs, or which: `4`, or `0,2`, or `2,` for the third alone. Not given: all."""
     cpu: int | None = Field(default=None, ge=1)
     """Compute on the CPU with this many ranks."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.gpus is not None and self.cpu is not None:
+            raise ConfigError("gpus and cpu are both given: choose GPU ranks or CPU ranks")
+        if isinstance(self.gpus, int) and self.gpus < 1:
+            raise ConfigError(f"gpus: expected a count of 1 or more, or ids such as 0,2; found {self.gpus}")
+        if isinstance(self.gpus, list) and (
+            not self.gpus or min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus)
+        ):
+            raise ConfigError(f"gpus: expected different ids of 0 or more, found {self.gpus}")
+        return self
+
+
+class BaseOptions(RankOptions):
+    """How the base is read, and the ranks that compute with it."""
 
     model_revision: str | None = None
     """The commit, branch or tag of the model on the hub."""
@@ -31,15 +47,7 @@ class BaseOptions(BaseModel):
     """Go on with an adapter although it was trained on another base."""
 
     @model_validator(mode="after")
-    def _check_devices(self) -> BaseOptions:
-        if self.gpus is not None and self.cpu is not None:
-            raise ConfigError("gpus and cpu are both given: choose GPU ranks or CPU ranks")
+    def _check_dtype(self) -> Self:
         if self.cpu is not None and self.dtype == "float16":
             raise ConfigError("dtype float16 needs a GPU (its loss scaling has no CPU form): use bfloat16 or float32")
-        if isinstance(self.gpus, int) and self.gpus < 1:
-            raise ConfigError(f"gpus: expected a count of 1 or more, or ids such as 0,2; found {self.gpus}")
-        if isinstance(self.gpus, list) and (
-            not self.gpus or min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus)
-        ):
-            raise ConfigError(f"gpus: expected different ids of 0 or more, found {self.gpus}")
         return self

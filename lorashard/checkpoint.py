@@ -17,11 +17,13 @@ _CHECK_NAME = "read_back"
 
 
 def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a plain PEFT folder with the tokenizer beside it.
+    """Write a plain PEFT folder of the trained adapter, with the tokenizer beside it.
 
-    Ranks: call on rank 0 alone.
+    TRL's copy of the adapter as it was at first, its reference, is of no use to anybody afterwards.
+
+    Ranks: call on rank 0, or on one of each node where each has a folder of its own.
     """
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), selected_adapters=["default"])
     tokenizer.save_pretrained(str(folder))
 
 

@@ -1,4 +1,4 @@
-"""The command line: `lorashard finetune | plan | preview | validate | chat | generate | eval | verify | ... | version`.
+"""The command line: `lorashard finetune | plan | preview | validate | chat | eval | verify | doctor | env | ...`.
 
 Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 128 + n after signal
 n. Heavy imports wait inside the commands: help and mistakes are answered without torch.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .errors import UserError, VerificationError
+from .errors import ConfigError, UserError, VerificationError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -33,6 +33,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", 
 _HELP_GROUPS = {
     "The run": (
         "model_name_or_path",
+        "method",
         "dataset",
         "output_dir",
         "overwrite_output_dir",
@@ -48,11 +49,18 @@ _HELP_GROUPS = {
         "lora_alpha",
         "lora_dropout",
         "lora_target_modules",
+        "lora_target_parameters",
+        "layers_to_transform",
         "lora_modules_to_save",
+        "init_lora_weights",
         "use_rslora",
         "use_dora",
+        "loraplus_lr_ratio",
     ),
-    "Data": (),  # all of DataOptions but the dataset
+    "Compilation": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    "Rewards": ("reward_funcs", "reward_model_name_or_path"),
+    "Data": (),  # all of DataOptions but the dataset and what is for sft alone
+    "Data of sft": (),
 }
 
 
@@ -126,6 +134,11 @@ def _preview(
     from .config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
+    if run_config.method != "sft":
+        raise ConfigError(
+            f"preview shows which tokens sft learns, and TRL tokenises the rows of {run_config.method}: lorashard "
+            "validate checks them"
+        )
     from .data.options import DataOptions
     from .data.preview import preview, render_preview
 
@@ -288,6 +301,27 @@ def _verify(ctx: typer.Context) -> int:
     return run_command(options, ["verify", *ctx.args], work)
 
 
+@app.command("env")
+def _env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+    """Describe this machine for a bug report: versions, GPUs and links, memory, disk, variables. Holds no secrets."""
+    from .environment import describe_environment, render_environment
+
+    sections = describe_environment()
+    print(json.dumps(sections, indent=1) if as_json else render_environment(sections))
+    return 0
+
+
+@app.command("doctor", cls=_use_command("DoctorOptions"), context_settings=_ANY_OPTIONS)
+def _doctor(ctx: typer.Context) -> int:
+    """Try packages, GPUs, links, memory and disks here; say what is wrong and how to mend it."""
+    from .use_options import DoctorOptions
+
+    options = DoctorOptions.read(ctx.args)
+    from .doctor import diagnose
+
+    return diagnose(options, ["doctor", *ctx.args])
+
+
 @app.command("version")
 def _version() -> int:
     """Print versions."""
@@ -376,14 +410,22 @@ def _build_options_help() -> str:
     from .base_options import BaseOptions
     from .config import REFUSED_OPTIONS, RunConfig
     from .data.options import DataOptions
+    from .methods import METHODS
     from .options import read_trainer_options
     from .placement import PlacementOptions
 
     num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
+    rates = ", ".join(
+        f"{m.name} {m.learning_rate:.0e}".replace("e-0", "e-") for m in METHODS.values() if m.name != "sft"
+    )
+    config_classes = [method.config_class for method in METHODS.values()]
+    data = [name for name in DataOptions.model_fields if name != "dataset"]
+    is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
     groups = _HELP_GROUPS | {
         "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
         "The base and the ranks": tuple(BaseOptions.model_fields),
-        "Data": tuple(name for name in DataOptions.model_fields if name != "dataset"),
+        "Data": tuple(name for name in data if is_shared[name]),
+        "Data of sft": tuple(name for name in data if not is_shared[name]),
     }
     lines = []
     for title, names in groups.items():
@@ -394,9 +436,10 @@ def _build_options_help() -> str:
         Training:
           Every option of TRL's SFTConfig ({num_options} in all) works by its own name too:
           --learning_rate 1e-4, --max_steps 100, --per_device_train_batch_size 2, --report_to tensorboard, ...
-          lorashard's own defaults are learning_rate 2e-4, lr_scheduler_type cosine, activation checkpointing on,
-          and eval_strategy epoch where there is an eval_dataset. All of them, explained:
-          https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig
+          and with another --method those of its class, such as --beta: {", ".join(config_classes[1:])}.
+          lorashard's own defaults are learning_rate 2e-4 ({rates}), lr_scheduler_type cosine,
+          activation checkpointing on, and eval_strategy epoch where there is an eval_dataset. All of them, explained:
+          https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig, dpo_trainer#trl.DPOConfig, ...
 
         --a_b and --a-b, --key value and --key=value are the same; a bare --flag is true. The same names are the keys
         of the --config file; the command line wins over it.

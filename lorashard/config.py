@@ -1,4 +1,4 @@
-"""The options of a run: lorashard's own, the data's, and all of TRL's `SFTConfig`, in one flat set of names.
+"""The options of a run: lorashard's own, the data's, and all of TRL's for the method, in one flat set of names.
 
 Reading order: `RunConfig` (what can be chosen), `RunConfig.resolve` (command line over YAML over defaults), then the
 tables of other tools' spellings and of options that cannot be chosen here. Imports neither torch nor transformers nor
@@ -18,14 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .base_options import BaseOptions
 from .data.options import DataOptions
 from .errors import ConfigError
+from .initialisation import explain_rewriting
+from .methods import METHODS, Method, explain_refused
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
 from .placement import PlacementOptions, explain_invalid, parse_steps
 
-# Where lorashard's defaults are not TRL's: what works for LoRA.
-TRAINER_DEFAULTS = {"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "logging_steps": 10, "report_to": "none"}
+# Where lorashard's defaults are not TRL's: what works for LoRA. The learning rate is the method's.
+TRAINER_DEFAULTS = {"lr_scheduler_type": "cosine", "logging_steps": 10, "report_to": "none"}
 
 # Other tools' spellings (axolotl, LLaMA-Factory, TRL's scripts, PEFT, older transformers), where they mean the same.
 ALIASES = {
+    "stage": "method",
+    "rl": "method",
     "model": "model_name_or_path",
     "base_model": "model_name_or_path",
     "revision_of_model": "model_revision",
@@ -44,6 +48,9 @@ ALIASES = {
     "lora_target": "lora_target_modules",
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
+    "target_parameters": "lora_target_parameters",
+    "lora_layers_to_transform": "layers_to_transform",
+    "peft_init_lora_weights": "init_lora_weights",
     "additional_target": "lora_modules_to_save",
     "peft_use_rslora": "use_rslora",
     "peft_use_dora": "use_dora",
@@ -60,7 +67,7 @@ ALIASES = {
     "evaluation_strategy": "eval_strategy",
 }
 
-VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}}
+VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "method": {"rm": "reward"}}
 
 _SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
 _PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
@@ -72,7 +79,6 @@ REFUSED_OPTIONS = {
     "deepspeed": _SHARDS_ITSELF,
     "parallelism_config": _SHARDS_ITSELF,
     "model_init_kwargs": "give dtype, attn_implementation, model_revision and trust_remote_code by their own names",
-    "dataset_num_proc": _PREPARES_ITSELF,
     "pad_token": "TRL has deprecated it: the tokenizer's padding token is used",
     "use_cpu": "give --cpu N, the number of ranks",
     "local_rank": "the launcher tells each rank its number",
@@ -81,6 +87,9 @@ REFUSED_OPTIONS = {
 HINTS = {
     "warmup_ratio": "give the ratio as warmup_steps, a number below 1",
     "datasets": "give one dataset: a file, a folder or a hub id",
+    "max_prompt_length": "TRL cuts no prompts: shorten them in the data",
+    "pref_beta": "give beta",
+    "pref_loss": "give loss_type",
     "template": "give chat_template_path, or nothing for the model's own template",
     "flash_attn": "give attn_implementation: flash_attention_2",
     "flash_attention": "give attn_implementation: flash_attention_2",
@@ -93,15 +102,13 @@ PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
     "do_predict": (False, "finetune does not predict"),
 }
 
-# What TRL's SFTTrainer finds in an evaluation that can become better.
-_EVAL_METRICS = ("loss", "mean_token_accuracy", "entropy", "aux_loss")
 _SAVE_STEPS = 500  # transformers' default
 
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
 class RunConfig(DataOptions, PlacementOptions, BaseOptions):
-    """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's `SFTConfig`.
+    """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's for the method.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
     `trainer`. Mistakes raise `ConfigError`.
@@ -111,6 +118,8 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
 
     model_name_or_path: str
     """A model's folder, or its id on the Hugging Face hub."""
+    method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
+    """TRL's trainer, and with it the options and the dataset's columns: docs/methods.md."""
     output_dir: str = ""
     """The run's folder: configuration, metrics, logs, checkpoints and the adapter."""
     overwrite_output_dir: bool = False
@@ -124,6 +133,12 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     """By how much it must be better to count."""
     sample_prompts: list[str] | None = None
     """Answer these prompts after each evaluation."""
+
+    reward_funcs: list[str] | None = None
+    """Of grpo: TRL's reward functions by name, such as `think_format_reward`, or import paths such as
+    `my_rewards.is_right`."""
+    reward_model_name_or_path: str | None = None
+    """Of grpo: a reward model's folder or hub id; it is loaded whole on each rank."""
 
     profile_steps: str | None = None
     """Trace these steps on each rank, and say where their time went, in output_dir/profile: `3-5`, or `3`."""
@@ -147,15 +162,30 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     """Scale by lora_alpha / sqrt(lora_r)."""
     use_dora: bool = False
     """Weight-decomposed LoRA."""
-    task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
-    """What PEFT writes into the adapter's configuration."""
+    init_lora_weights: bool | str = True
+    """How LoRA's matrices begin: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero."""
+    lora_target_parameters: list[str] | None = None
+    """Parameters to adapt that are no layer's weight, such as fused experts: `mlp.experts.gate_up_proj`."""
+    layers_to_transform: list[int] | None = None
+    """Adapt these decoder layers alone, counted from 0; backward ends at the lowest. Needs lora_target_modules that
+    are a list of names."""
+    loraplus_lr_ratio: float | None = Field(default=None, ge=1)
+    """LoRA+: the learning rate of LoRA's B is this many times that of A, which is learning_rate."""
+    task_type: Literal["CAUSAL_LM", "SEQ_CLS"] | None = None
+    """What PEFT writes into the adapter's configuration; the method decides."""
 
     activation_checkpointing: bool = True
     """Recompute activations in backward instead of keeping them."""
     activation_checkpointing_kwargs: dict[str, Any] | None = None
     """transformers' options for it, such as `{"use_reentrant": false}`."""
+    torch_compile: bool = False
+    """Compile the forward of each decoder layer: docs/kernels.md."""
+    torch_compile_backend: str | None = None
+    """torch.compile's backend, in place of `inductor`; it implies torch_compile."""
+    torch_compile_mode: str | None = None
+    """torch.compile's mode, such as `max-autotune-no-cudagraphs`; it implies torch_compile."""
     trainer: dict[str, Any] = Field(default_factory=dict)
-    """What was given of TRL's `SFTConfig` options; not an option itself."""
+    """What was given of TRL's options for the method; not an option itself."""
 
     @classmethod
     def resolve(
@@ -171,9 +201,11 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         Raises:
             ConfigError: A wrong name, type or combination, with the file and line that it comes from.
         """
-        known = read_known_options()
-        from_file = collect_options(read_yaml_options(yaml_path), known) if yaml_path else {}
-        values = from_file | collect_options(read_command_line(overrides), known)
+        in_file = read_yaml_options(yaml_path) if yaml_path else []
+        on_command_line = read_command_line(overrides)
+        method = find_method([*in_file, *on_command_line])
+        known = read_known_options(method)
+        values = collect_options(in_file, known, method) | collect_options(on_command_line, known, method)
         for name in required:
             if not values.get(name):
                 raise ConfigError(
@@ -192,9 +224,11 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     def _sort_options(cls, values: dict[str, Any]) -> dict[str, Any]:
         given = [GivenOption(name, value, "") for name, value in values.items() if name != "trainer"]
         given += [GivenOption(name, value, "") for name, value in values.get("trainer", {}).items()]
-        options = collect_options(given, read_known_options())
+        method = find_method(given)
+        options = collect_options(given, read_known_options(method), method)
         options |= _choose_precision(options)
-        own = {name: value for name, value in options.items() if name in cls.model_fields}
+        own_names = cls.model_fields.keys() - method.absent_options
+        own = {name: value for name, value in options.items() if name in own_names}
         trainer = {name: value for name, value in options.items() if name not in own}
         if own.get("output_dir"):  # no shell has seen what YAML holds
             own["output_dir"] = os.path.expanduser(own["output_dir"])
@@ -207,6 +241,38 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
             raise ConfigError(
                 f"activation_checkpointing_layers: {self.activation_checkpointing_layers} and every_n_layers: {every} "
                 "both say which layers are recomputed; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_method(self) -> RunConfig:
+        method = self.trl_method
+        if self.task_type not in (None, method.task_type):
+            raise ConfigError(
+                f"task_type: {method.name} trains {method.task_type}, found {self.task_type}: leave it out"
+            )
+        if method.name == "grpo" and not (self.reward_funcs or self.reward_model_name_or_path):
+            raise ConfigError("grpo needs rewards: give reward_funcs, or reward_model_name_or_path")
+        return self
+
+    @property
+    def trl_method(self) -> Method:
+        """TRL's trainer and what belongs to it."""
+        return METHODS[self.method]
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> RunConfig:
+        reason = explain_rewriting(self.init_lora_weights)
+        if reason is not None:
+            raise ConfigError(reason)
+        if self.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+            raise ConfigError(
+                f"init_lora_weights: expected true, false, gaussian or orthogonal, found {self.init_lora_weights!r}"
+            )
+        if self.layers_to_transform is not None and isinstance(self.lora_target_modules, str):
+            raise ConfigError(
+                "layers_to_transform: PEFT needs lora_target_modules as a list of names with it, such as "
+                f"q_proj,v_proj, found '{self.lora_target_modules}'; for one name write q_proj and a comma"
             )
         return self
 
@@ -243,8 +309,9 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         if self.early_stopping_patience is None and self.early_stopping_threshold:
             raise ConfigError("early_stopping_threshold says nothing without early_stopping_patience: give both")
         metric = trainer.get("metric_for_best_model")
-        if metric is not None and metric.removeprefix("eval_") not in _EVAL_METRICS:
-            raise ConfigError(f"metric_for_best_model: expected one of {', '.join(_EVAL_METRICS)}, found {metric!r}")
+        if metric is not None and not self.trl_method.has_metric(metric):
+            expected = ", ".join(self.trl_method.metrics)
+            raise ConfigError(f"metric_for_best_model: expected one of {expected}, found {metric!r}")
         if chooses_best:
             _check_saves(trainer)
         return self
@@ -259,15 +326,16 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
 
     @property
     def trainer_options(self) -> dict[str, Any]:
-        """Arguments for the installed `SFTConfig`: what was given, lorashard's defaults, and what follows from them.
+        """Arguments for TRL's configuration class: what was given, lorashard's defaults, and what follows from them.
 
-        Without `output_dir`, and without the data's options: these are met before the trainer sees the rows.
+        Without `output_dir`, and without the options of data that lorashard prepares before the trainer sees it.
         """
         options = self._fill_trainer() | {"seed": self.seed}
         for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
             if options.get(flag) is None:
                 options[flag] = self.dtype == dtype
-        prefix = "activation" if "activation_checkpointing" in read_trainer_options() else "gradient"
+        known = read_trainer_options(self.trl_method.config_class)
+        prefix = "activation" if "activation_checkpointing" in known else "gradient"
         options[f"{prefix}_checkpointing"] = self.activation_checkpointing
         if self.activation_checkpointing_kwargs is not None:
             options[f"{prefix}_checkpointing_kwargs"] = self.activation_checkpointing_kwargs
@@ -281,6 +349,11 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         """Return the arguments of `load` that say where the base rests."""
         return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
 
+    def compile_options(self) -> bool | dict[str, str]:
+        """Return the `torch_compile` of `load`. The trainer is told nothing of it: its switch compiles whole models."""
+        given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
+        return {name: value for name, value in given.items() if value is not None} or self.torch_compile
+
     def lora_options(self) -> dict[str, Any]:
         """Return the arguments of PEFT's `LoraConfig`."""
         return {
@@ -291,28 +364,41 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
             "modules_to_save": self.lora_modules_to_save,
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
-            "task_type": self.task_type,
+            "init_lora_weights": self.init_lora_weights,
+            "target_parameters": self.lora_target_parameters,
+            "layers_to_transform": self.layers_to_transform,
+            "task_type": self.trl_method.task_type,
         }
 
     def to_yaml(self) -> str:
         """Return the whole configuration as a flat YAML file that `resolve` reads back to the same options."""
-        own = self.model_dump(exclude={"trainer"})
+        own = self.model_dump(exclude={"trainer", *self.trl_method.absent_options})
         return yaml.safe_dump(own | self._fill_trainer(), sort_keys=False, allow_unicode=True)
 
     def _fill_trainer(self) -> dict[str, Any]:
         # Rows to evaluate on that nobody evaluates would be a surprise.
         evaluation = {"eval_strategy": "epoch"} if self.eval_dataset else {}
-        filled = TRAINER_DEFAULTS | evaluation | self.trainer
+        filled = {"learning_rate": self.trl_method.learning_rate} | TRAINER_DEFAULTS | evaluation | self.trainer
         if filled.get("load_best_model_at_end"):  # it chooses among checkpoints, which follow the evaluations
             filled.setdefault("save_strategy", filled.get("eval_strategy", "no"))
         return filled
 
 
-def read_known_options() -> dict[str, Option]:
+def find_method(given: Sequence[GivenOption]) -> Method:
+    """Return the method that was chosen, by the last of the options that names one.
+
+    Raises:
+        ConfigError: There is no such method.
+    """
+    chosen = [option for option in given if _name_truly(option) == "method"]
+    return METHODS[collect_options(chosen[-1:], read_own_options(RunConfig)).get("method", "sft")]
+
+
+def read_known_options(method: Method = METHODS["sft"]) -> dict[str, Option]:
     """Return every option that a run takes: lorashard's own, the data's and TRL's, the first meaning wins."""
     own = read_own_options(RunConfig)
-    del own["trainer"]
-    return read_trainer_options() | own
+    known = {name: option for name, option in own.items() if name not in method.absent_options | {"trainer"}}
+    return read_trainer_options(method.config_class) | known
 
 
 def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
@@ -325,33 +411,38 @@ def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
     return own
 
 
-def collect_options(given: Sequence[GivenOption], known: Mapping[str, Option]) -> dict[str, Any]:
+def collect_options(
+    given: Sequence[GivenOption], known: Mapping[str, Option], method: Method | None = None
+) -> dict[str, Any]:
     """Return the values of options by their true names, parsed.
 
     Args:
         given: From one source: an option, or it and its alias, given twice must agree.
-        known: From `read_known_options`.
+        known: What may be given.
+        method: Of the run, if it is one: what it refuses.
 
     Raises:
         ConfigError: An unknown, refused or contradictory option, or a value of the wrong type.
     """
+    pinned_options = PINNED_OPTIONS | dict(method.pinned) if method else PINNED_OPTIONS
     values: dict[str, Any] = {}
     spellings: dict[str, str] = {}
     for option in given:
         written = option.name.replace("-", "_")
-        name = ALIASES.get(written, written)
+        name = _name_truly(option)
         place = f" ({option.where})" if option.where else ""
-        if name in REFUSED_OPTIONS:
+        refusal = REFUSED_OPTIONS.get(name) or (method and explain_refused(method, name))
+        if refusal:
             # "null" and an empty value are the default that other tools write out.
             if option.value in (None, "", "null", [], {}):
                 continue
-            raise ConfigError(f"{written} is not an option here{place}: {REFUSED_OPTIONS[name]}")
+            raise ConfigError(f"{written} is not an option here{place}: {refusal}")
         if name not in known:
-            raise ConfigError(_explain_unknown(written, option.value, known, place))
+            raise ConfigError(_explain_unknown(option, known, method))
         spoken = VALUE_ALIASES.get(name, {}).get(option.value, option.value) if isinstance(option.value, str) else None
         value = known[name].parse(option.value if spoken is None else spoken, option.where)
-        if name in PINNED_OPTIONS:
-            pinned, reason = PINNED_OPTIONS[name]
+        if name in pinned_options:
+            pinned, reason = pinned_options[name]
             if value not in (None, pinned):
                 raise ConfigError(f"{name} must be {pinned}{place}: {reason}")
             continue
@@ -363,11 +454,21 @@ def collect_options(given: Sequence[GivenOption], known: Mapping[str, Option]) -
     return values
 
 
-def _explain_unknown(name: str, value: Any, known: Mapping[str, Option], place: str) -> str:
+def _name_truly(option: GivenOption) -> str:
+    written = option.name.replace("-", "_")
+    return ALIASES.get(written, written)
+
+
+def _explain_unknown(option: GivenOption, known: Mapping[str, Option], method: Method | None) -> str:
+    name, place = option.name.replace("-", "_"), f" ({option.where})" if option.where else ""
+    if method is not None:
+        others = [other.name for other in METHODS.values() if _name_truly(option) in read_known_options(other)]
+        if others:
+            return f"{name} is an option of {', '.join(others)}, and this run is {method.name}{place}: leave it out"
     nearest = find_nearest(name, [*known, *ALIASES])
     if name in HINTS:
         hint = HINTS[name]
-    elif isinstance(value, dict):
+    elif isinstance(option.value, dict):
         hint = "the options are flat, write those under it at the top level"
     elif nearest:
         hint = f"did you mean '{ALIASES.get(nearest, nearest)}'?"

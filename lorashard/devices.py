@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from .base_options import BaseOptions
+from .base_options import BaseOptions, RankOptions
 from .errors import ConfigError
 
 # Names the runs of `lorashard.launch`, so that a rank knows its launcher.
@@ -74,7 +74,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     return Launcher(numbers["RANK"], numbers["WORLD_SIZE"], local_world_size, is_lorashard)
 
 
-def check_launcher(options: BaseOptions, launcher: Launcher) -> None:
+def check_launcher(options: RankOptions, launcher: Launcher) -> None:
     """Refuse a number of ranks that is not the launcher's.
 
     Raises:
@@ -95,7 +95,7 @@ def check_launcher(options: BaseOptions, launcher: Launcher) -> None:
             )
 
 
-def choose_ranks(options: BaseOptions, gpus: VisibleGpus) -> RankChoice:
+def choose_ranks(options: RankOptions, gpus: VisibleGpus) -> RankChoice:
     """Return the ranks to start on this machine: those asked for, else all GPUs, else one CPU rank.
 
     Raises:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 class Work(Protocol):
@@ -33,16 +36,21 @@ def read_launcher_env() -> LauncherEnv | None:
     """Return this process's place among the ranks, or None where no launcher started it."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     return LauncherEnv(
         rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+        local_rank=local_rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None,
+        # accelerate writes 1 for ranks on the CPU, where nobody has told it.
+        local_world_size=local_world_size if local_world_size > local_rank else None,
     )
 
 
 def find_node_size() -> int | None:
     """Return the number of ranks on each node, or None where it is not known, not one, or ranks go across nodes.
+
+    Rank 0 says so where all ranks know theirs and it leads nowhere: they are taken for one node then.
 
     Ranks: collective over all ranks.
     """
@@ -51,7 +59,15 @@ def find_node_size() -> int | None:
     sizes = {size for size, _ in facts}
     size = next(iter(sizes))
     is_in_order = size is not None and all(local == rank % size for rank, (_, local) in enumerate(facts))
-    return size if len(sizes) == 1 and is_in_order else None
+    if len(sizes) == 1 and is_in_order:
+        return size
+    if None not in sizes and get_rank() == 0:
+        _logger.warning(
+            "the ranks count as one node: expected as many on each node, following one another, found (LOCAL_RANK of "
+            "LOCAL_WORLD_SIZE, by rank) %s",
+            ", ".join(f"{local} of {size}" for size, local in facts),
+        )
+    return None
 
 
 def is_cpu_requested() -> bool:
@@ -116,6 +132,48 @@ def broadcast_(tensors: Iterable[torch.Tensor], source_rank: int = 0) -> None:
         return
     for tensor in tensors:
         dist.broadcast(tensor, src=source_rank)
+
+
+def sum_(tensor: torch.Tensor) -> None:
+    """Replace `tensor` by its sum over all ranks, in place, as DistributedDataParallel does with gradients.
+
+    Ranks: collective over all ranks. Nothing to do with one rank.
+    """
+    if get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+class RollCall:
+    """How far each rank has come, noted in the launcher's store, which answers while ranks wait for one another.
+
+    Ranks: local; it needs no process group.
+    """
+
+    def __init__(self, env: LauncherEnv, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        store, _, self._size = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+        self._store = dist.PrefixStore("lorashard-roll-call", store)
+        self._rank = env.rank
+
+    def note(self, step: str) -> None:
+        """Say that this rank has come to `step`."""
+        self._store.set(f"{step}/{self._rank}", "")
+
+    def find_absent(self, step: str) -> list[int]:
+        """Return the ranks that have not come to `step`."""
+        return [rank for rank in range(self._size) if not self._store.check([f"{step}/{rank}"])]
+
+    def leave_failure(self, reason: str) -> None:
+        """Tell the others that this rank goes no further."""
+        self._store.set("failure", reason)
+
+    def read_failure(self) -> str | None:
+        """Return why some rank goes no further, or None."""
+        return self._store.get("failure").decode() if self._store.check(["failure"]) else None
+
+    def claim(self) -> bool:
+        """Tell whether this rank is the first to ask this."""
+        return self._store.add("claims", 1) == 1
 
 
 @dataclass

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
+import trl
 from peft import LoraConfig
-from trl import SFTConfig
 
 from .config import RunConfig
 from .devices import count_cores, find_gpus
 from .errors import ConfigError
+from .methods import Method
 from .plan.auto import BaseModel, Training, plan_training
 from .plan.choose import Plan
 from .plan.hardware import (
@@ -26,6 +27,8 @@ from .plan.hardware import (
 )
 from .plan.probe import measure_free_bytes, probe
 from .plan.trace import Microbatch
+
+_ASSUMED_PROMPT_TOKENS = 512
 
 
 def plan_run(
@@ -44,6 +47,11 @@ def plan_run(
     """
     if config.dataset and epoch_tokens is None:
         notes = [*notes, "the dataset is not read here: give the tokens of an epoch with --epoch_tokens for its time"]
+    method = config.trl_method
+    if method.uncounted:
+        notes = [*notes, f"of {method.name} it is not counted: {method.uncounted}"]
+    if method.generates:
+        notes = [*notes, f"prompts are taken to have {_ASSUMED_PROMPT_TOKENS} tokens"]
     training = describe_training(config, cluster.hardware.device_type, epoch_tokens=epoch_tokens)
     return plan_training(describe_base(config), training, cluster, config, notes)
 
@@ -66,13 +74,15 @@ def describe_training(
     """Return how a run trains; a microbatch is the largest that can come.
 
     Args:
-        longest_tokens: of the data's rows, where it is known; else `max_length` is planned for.
+        longest_tokens: of the data's rows, or of its prompts where they are to be answered, where it is known; else
+            `max_length` is planned for.
         epoch_tokens: of the data, where it is known.
 
     Raises:
         ConfigError: there is no length to plan for.
     """
-    options: dict[str, Any] = {field.name: field.default for field in fields(SFTConfig)} | config.trainer_options
+    defaults = {field.name: field.default for field in fields(getattr(trl, config.trl_method.config_class))}
+    options: dict[str, Any] = defaults | config.trainer_options
     optimizer = options["optim"]
     return Training(
         microbatch=_describe_microbatch(config, options, device_type, longest_tokens),
@@ -85,25 +95,39 @@ def describe_training(
 def _describe_microbatch(
     config: RunConfig, options: dict[str, Any], device_type: str, longest_tokens: int | None
 ) -> Microbatch:
-    lengths = [config.max_length] if config.packing else [config.max_length, longest_tokens]
-    known = [length for length in lengths if length]
-    if not known:
-        raise ConfigError("max_length: planning needs the length of a row; give --max_length")
-    num_rows, row_tokens = options["per_device_train_batch_size"], min(known)
+    method = config.trl_method
     is_flash = "flash" in (config.attn_implementation or "")
-    if options["padding_free"] or (config.packing and is_flash):
+    row_tokens = _find_row_tokens(config, options, longest_tokens)
+    num_rows = options["per_device_train_batch_size"] * method.rows_per_example
+    if method.is_prepared_here and (options["padding_free"] or (config.packing and is_flash)):
         num_rows, row_tokens = 1, num_rows * row_tokens
     return Microbatch(
         num_rows=num_rows,
         row_tokens=row_tokens,
         device_type=device_type,
         has_mask=not is_flash and (config.packing or num_rows > 1),
-        # Smoothing needs whole logits; TRL's trainer keeps its loss fused in every other case.
-        loss="model" if options["label_smoothing_factor"] else "fused",
+        loss=_find_loss(method, options),
         checkpointing=dict(config.activation_checkpointing_kwargs or {}) if config.activation_checkpointing else None,
-        is_offloading=bool(options["activation_offloading"]),
+        is_offloading=bool(options.get("activation_offloading")),
         layer_rows=config.layer_microbatch_size,
     )
+
+
+def _find_loss(method: Method, options: dict[str, Any]) -> Literal["model", "fused", "score"]:
+    if method.is_classifier:
+        return "score"
+    # Smoothing needs whole logits; TRL's trainers keep their loss fused in every other case.
+    return "model" if options["label_smoothing_factor"] else "fused"
+
+
+def _find_row_tokens(config: RunConfig, options: dict[str, Any], longest_tokens: int | None) -> int:
+    if config.trl_method.generates:
+        return (longest_tokens or _ASSUMED_PROMPT_TOKENS) + options["max_completion_length"]
+    max_length = config.max_length if config.trl_method.is_prepared_here else options["max_length"]
+    known = [length for length in ([max_length] if config.packing else [max_length, longest_tokens]) if length]
+    if not known:
+        raise ConfigError("max_length: planning needs the length of a row; give --max_length")
+    return min(known)
 
 
 def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, Sequence[str]]:

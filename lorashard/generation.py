@@ -21,6 +21,7 @@ from .data.prompts import Prompt, PromptWriter, read_prompts
 from .data.sources import BadRow
 from .engine import DeviceHome, FileHome, HostHome
 from .errors import ConfigError, DataError
+from .model.generating import needs_all_ranks
 from .model.units import LAYER
 from .output import give, say
 from .plan.batches import count_row_bytes, plan_batches
@@ -61,7 +62,7 @@ class Generator:
         own = model.generation_config.eos_token_id
         own_ids = set(own) if isinstance(own, list) else {own} - {None}
         self.stop_ids = sorted(own_ids | stop_ids)
-        self.is_collective = needs_all_ranks(model)
+        self.is_collective = needs_all_ranks(api.engine_of(model))
         self._model = model
         self._pad_id = tokenizer.pad_token_id
         self._arguments = {
@@ -70,7 +71,6 @@ class Generator:
             "pad_token_id": self._pad_id,
             "eos_token_id": self.stop_ids or None,
             "max_new_tokens": max_new_tokens,
-            **({"synced_gpus": True} if self.is_collective else {}),
             **(sampling or {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
         }
 
@@ -105,11 +105,6 @@ def read_sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any] | No
     if not options.do_sample:
         return None
     return {"do_sample": True} | {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-
-
-def needs_all_ranks(model: PeftModel) -> bool:
-    """Tell whether a forward gathers units from other ranks, so that all ranks must run it."""
-    return any(unit.home.layout.num_shards > 1 for unit in api.engine_of(model).units)
 
 
 def describe_placement(model: PeftModel) -> str:

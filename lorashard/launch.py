@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TextIO
 
 import psutil
 
-from .base_options import BaseOptions
+from .base_options import BaseOptions, RankOptions
 from .config import RunConfig
 from .devices import (
     RUN_ID_PREFIX,
@@ -40,6 +40,7 @@ from .devices import (
 from .errors import ConfigError
 from .failures import Failure, explain_failures, explain_signal
 from .output import RESULT_FILE_VARIABLE
+from .plugins import refuse_plugins
 from .rank import find_log
 
 GRACE_S = 15
@@ -63,6 +64,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
     Raises:
         UserError: A mistake found here, before any rank starts or in this rank.
     """
+    refuse_plugins(os.environ)
     launcher = find_launcher(os.environ)
     if launcher is not None:
         _train_here(config, launcher)
@@ -76,7 +78,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
     _check_model(config)
     if choice.note:
         print(f"lorashard: {choice.note}", file=sys.stderr)
-    command = [sys.executable, *_python_flags(), "-m", "lorashard", *arguments]
+    command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
     begin_s = time.time()
     failure = run_ranks(command, choice.num_ranks, prepare_logs_dir(config))
     if failure is None:
@@ -104,9 +106,10 @@ def run_command(
     Raises:
         UserError: A mistake found here, before any rank starts or in this rank.
     """
+    refuse_plugins(os.environ)
     launcher = find_launcher(os.environ)
     if launcher is not None:
-        _take_place(options, launcher)
+        check_device(options, take_place(options, launcher))
         work()
         from .dist import leave_group
 
@@ -120,7 +123,7 @@ def run_command(
     if choice.num_ranks == 1:
         work()
         return 0
-    command = [sys.executable, *_python_flags(), "-m", "lorashard", *arguments]
+    command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
     logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-"))
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
@@ -136,17 +139,22 @@ def run_command(
     return 0 if failure is None else failure.exit_code
 
 
-def _take_place(options: BaseOptions, launcher: Launcher) -> None:
+def take_place(options: RankOptions, launcher: Launcher) -> str:
+    """Become the rank that a launcher started; return the type of its device.
+
+    Raises:
+        ConfigError: It started another number of ranks than the options say.
+    """
     check_launcher(options, launcher)
     is_cpu = options.cpu is not None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     device_type = "cpu" if is_cpu or not find_gpus().count else "cuda"
-    check_device(options, device_type)
     if device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
+    return device_type
 
 
 def _train_here(config: RunConfig, launcher: Launcher) -> None:
-    _take_place(config, launcher)
+    check_device(config, take_place(config, launcher))
     if launcher.rank == 0 and not launcher.is_lorashard:
         check_output_dir(config)
     from .train import finetune
@@ -217,7 +225,7 @@ def _describe_terminal() -> dict[str, str]:
     return {"COLUMNS": str(size.columns), "LINES": str(size.lines)}
 
 
-def _python_flags() -> list[str]:
+def find_python_flags() -> list[str]:
     """Return the flag that lets ranks import from where this process does, and not from the current folder too."""
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
 
@@ -247,7 +255,7 @@ def run_ranks(
     # Older versions of torch wait 30 s.
     has_timeout = "shutdown_timeout" in [field.name for field in dataclasses.fields(LaunchConfig)]
     timeout: dict[str, Any] = {"shutdown_timeout": grace_s} if has_timeout else {}
-    words = [*_python_flags(), "-m", "lorashard.rank", str(os.getpid()), str(logs_dir), *command]
+    words = [*find_python_flags(), "-m", "lorashard.rank", str(os.getpid()), str(logs_dir), *command]
     with (
         tempfile.TemporaryDirectory(prefix=".failures-", dir=logs_dir) as errors_dir,
         _LogMirror(find_log(logs_dir, 0), mirror),

@@ -157,8 +157,8 @@ class GivenOption:
 
 
 @functools.cache
-def read_trainer_options() -> dict[str, Option]:
-    """Return every option of the installed TRL's `SFTConfig`, with those that it inherits from transformers.
+def read_trainer_options(config_class: str = "SFTConfig") -> dict[str, Option]:
+    """Return every option of a configuration class of the installed TRL, with those it inherits from transformers.
 
     They are read from the packages' source, which takes 0.05 s where importing them takes many seconds.
 
@@ -166,7 +166,7 @@ def read_trainer_options() -> dict[str, Option]:
         ConfigError: A package is missing, or its source is not where it was.
     """
     reader = _SourceReader()
-    path, node = reader.find_class(_find_package("trl") / "trainer" / "sft_config.py", "SFTConfig")
+    path, node = reader.find_class(_find_package("trl") / "trainer" / "__init__.py", config_class)
     options: dict[str, Option] = {}
     for ancestor_path, ancestor in reversed(reader.find_ancestry(path, node)):
         reader.current_path = ancestor_path

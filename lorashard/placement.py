@@ -13,7 +13,7 @@ from .errors import ConfigError
 Placement = Literal["replicate", "shard", "host", "file"]
 _MEANT = ("placement", "shard_group_size", "resident_layers")
 _STRATEGIES: dict[str, dict[str, str]] = {
-    "FULL_SHARD": {"placement": "shard"},
+    "FULL_SHARD": {"placement": "shard", "shard_group_size": "all"},
     "SHARD_GRAD_OP": {"placement": "shard", "resident_layers": "all"},
     "NO_SHARD": {"placement": "replicate"},
     "HYBRID_SHARD": {"placement": "shard", "shard_group_size": "node"},
@@ -33,8 +33,9 @@ class PlacementOptions(BaseModel):
     """The same as `placement: host`."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
     """FSDP's name of a placement."""
-    shard_group_size: Literal["node"] | int | None = None
-    """Shard over this many consecutive ranks, or over those of a node, and replicate across; not given: over all."""
+    shard_group_size: Literal["node", "all"] | int | None = None
+    """Shard over this many consecutive ranks, those of a `node`, or `all`, and replicate across; not given: over those
+    of a node if it has several, else over all."""
     resident_layers: Literal["auto", "all"] | int = "auto"
     """How many decoder layers, spread evenly, stay whole on each rank; `all` means every unit; `auto` is planned by
     `finetune`, by `load` where it is told the batch, and where an adapter is used; else it is 0."""
@@ -47,6 +48,9 @@ class PlacementOptions(BaseModel):
     activation_checkpointing_layers: Literal["auto", "all"] | int = "all"
     """How many decoder layers activation checkpointing recomputes, spread evenly; the others keep their activations.
     With `auto`, `finetune`, and `load` where it is told the batch, leave out as many as memory allows."""
+    unit_paths: list[str] | None = None
+    """Paths of the modules to gather one at a time, such as `model.layers` or `model.block_*`, where the decoder layers
+    are not found from the model itself or are too large; everything that counts layers then counts these."""
 
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
@@ -101,6 +105,7 @@ class ResolvedPlacement:
         group_size: ranks that a unit is sharded over.
         resident_layers: decoder layers that stay whole, or `all` units.
         activation_checkpointing_layers: decoder layers that are recomputed where activation checkpointing is on.
+        unit_paths: modules that are gathered one at a time, where they were named.
     """
 
     placement: Placement
@@ -109,6 +114,7 @@ class ResolvedPlacement:
     prefetch: int
     layer_microbatch_size: int | None
     activation_checkpointing_layers: Literal["all"] | int = "all"
+    unit_paths: list[str] | None = None
 
 
 def read_placement(**options: object) -> PlacementOptions:
@@ -143,6 +149,23 @@ def check_num_layers(name: str, asked: str | int, num_layers: int) -> None:
         raise ConfigError(f"{name}: this model has {num_layers} decoder layers, found {asked}; for all of them say all")
 
 
+def choose_group_size(asked: str | int | None, world_size: int, node_size: int | None) -> int:
+    """Return over how many ranks a unit is sharded.
+
+    Where it is not said, those of a node: the base stays off the network. A node of one rank shards nothing, so that
+    ranks each alone on a node share the base.
+
+    Args:
+        asked: `shard_group_size`.
+        node_size: ranks on each node, where that is known; `node` needs it.
+    """
+    if isinstance(asked, int):
+        return asked
+    if node_size is None or asked == "all" or (asked is None and node_size == 1):
+        return world_size
+    return node_size
+
+
 def resolve_placement(options: PlacementOptions, world_size: int, node_size: int | None) -> ResolvedPlacement:
     """Return what the options mean for a number of ranks.
 
@@ -150,7 +173,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
         node_size: ranks on each node, if they are as many on all and follow one another.
 
     Raises:
-        ConfigError: the shard groups do not divide the ranks, or it is not known which ranks a node has.
+        ConfigError: the shard groups do not divide the ranks, or `node` is asked for and not known.
     """
     meant = options.combine()
     placement: Placement = "shard" if meant["placement"] == "auto" else meant["placement"]
@@ -160,7 +183,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
             "shard_group_size: node needs a launcher that tells LOCAL_WORLD_SIZE and LOCAL_RANK, as many ranks on each "
             "node, and ranks that follow one another there; start with torchrun, or give the number"
         )
-    group_size: int = (node_size if asked == "node" else asked) or world_size
+    group_size = choose_group_size(asked, world_size, node_size)
     if placement in ("replicate", "file"):
         group_size = 1
     check_group_size(group_size, world_size)
@@ -177,6 +200,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
         options.prefetch,
         options.layer_microbatch_size,
         checkpointed,
+        options.unit_paths,
     )
 
 
@@ -187,6 +211,30 @@ def explain_placement(options: PlacementOptions) -> str | None:
     meant = {name: value for name, value in options.combine().items() if value not in (None, "auto")}
     became = ", ".join(f"{name}: {value}" for name, value in meant.items())
     return f"{' with '.join(given)} became {became}" if given else None
+
+
+def explain_groups(options: PlacementOptions, group_size: int, world_size: int, node_size: int | None) -> str | None:
+    """Return what was chosen for several nodes, or None where that was asked for, or where there is one.
+
+    Args:
+        group_size: what was chosen.
+        node_size: ranks on each node, where that is known.
+    """
+    meant = options.combine()
+    if meant["shard_group_size"] is not None or meant["placement"] in ("replicate", "file"):
+        return None
+    if node_size is None or node_size == world_size:
+        return None
+    if group_size == node_size:
+        return (
+            f"shard_group_size became node: each of {world_size // node_size} nodes holds the base, sharded over its "
+            f"{node_size} ranks, and the adapter's gradients alone cross the network (sharding_strategy: FULL_SHARD "
+            f"shards over all {world_size} ranks)"
+        )
+    return (
+        f"shard_group_size became all: each node has one rank, so the base is sharded over the {world_size} nodes and "
+        "crosses the network"
+    )
 
 
 def explain_invalid(error: ValidationError) -> str:

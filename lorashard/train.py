@@ -9,10 +9,18 @@ from typing import Any
 
 import datasets
 import torch
+import trl
 from peft import LoraConfig, PeftModel
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
-from trl import SFTConfig, SFTTrainer
+from transformers.utils import is_liger_kernel_available
 
 from . import api, dist
 from .checkpoint import check_adapter, save_adapter
@@ -22,10 +30,13 @@ from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError
 from .forecast import describe_base, describe_training
+from .loraplus import make_loraplus_optimizer
+from .nodes import check_nodes
 from .plan.auto import plan_here
 from .plan.choose import Plan, PlanError
 from .plan.costs import Row
 from .profiling import StepProfiler
+from .rewards import load_rewards
 from .runs import Run, measure_rank
 
 _CHECKED_TOKENS = 64
@@ -62,10 +73,11 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         config.chat_template_path,
         config.eos_token,
     )
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer)
+    prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
     _say(rank, f"dataset: {prepared.report.summary()}")
     run.set_status("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
+    is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
     placement, plan = _place(config, prepared, run, rank)
     set_seed(arguments.seed)
     begin_s = time.perf_counter()
@@ -76,6 +88,8 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
+        torch_compile=config.compile_options(),
+        num_labels=1 if config.trl_method.is_classifier else None,
         **placement,
     )
     if checkpoint is not None:
@@ -91,7 +105,9 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
-    trainer = build_trainer(model, tokenizer, arguments, prepared, run, base_bytes)
+    trainer = build_trainer(config, model, tokenizer, arguments, prepared)
+    # First, so that trackers and the progress bar see what it adds to a log line.
+    trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
     if config.profile_range is not None:
         profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
         trainer.add_callback(_ProfileCallback(profiler))
@@ -100,17 +116,16 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     if config.sample_prompts is not None:
         from .generation import SampleCallback
 
-        is_text = prepared.report.format in ("prompt/completion", config.dataset_text_field)
-        as_chat = tokenizer.chat_template is not None and not is_text
+        as_chat = tokenizer.chat_template is not None and prepared.report.is_chat
         sampler = SampleCallback(model, tokenizer, config.sample_prompts, run.folder, as_chat=as_chat)
         trainer.callback_handler.callbacks.insert(0, sampler)  # before the run's own, which leaves the pause out
     run.begin(config.to_yaml(), is_resumed=config.resumes_in_place)
     trainer.train(resume_from_checkpoint=checkpoint)
     run.set_status("save", step=trainer.state.global_step)
-    if rank == 0:
+    if rank == 0 or (not is_shared and arguments.local_process_index == 0):
         save_adapter(model, tokenizer, run.folder)
     trainer.accelerator.wait_for_everyone()
-    verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, arguments.device))
+    verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
     _say(rank, f"adapter: saved to {run.folder} and read back: {verdict}")
     measured = measure_rank(api.engine_of(model), base_bytes)
     run.add_rank_line({"step": trainer.state.global_step} | measured)
@@ -131,14 +146,12 @@ def _place(config: RunConfig, prepared: Prepared, run: Run, rank: int) -> tuple[
     options = config.placement_options()
     if not config.is_placement_open:
         return options, None
-    device, world_size = api.join_launch(), dist.get_world_size()
-    env = dist.read_launcher_env()
+    device = api.join_launch()
     training = describe_training(
         config, device.type, prepared.report.longest_tokens, epoch_tokens=prepared.report.num_tokens
     )
-    ranks_per_node = env.local_world_size if env and env.local_world_size else world_size
     try:
-        plan = plan_here(describe_base(config), training, device, ranks_per_node, config)
+        plan = plan_here(describe_base(config), training, device, config)
     except PlanError as error:
         _say(rank, f"placement: {error}; taking shard, give --placement for another")
         return options | {"placement": "shard", "activation_checkpointing_layers": "all"}, None
@@ -156,10 +169,13 @@ def _compare_with_plan(row: Row, measured: dict[str, Any]) -> str:
     return f"memory: {name} predicted {predicted_bytes / 2**30:.3f} GiB, measured {found_bytes / 2**30:.3f} GiB"
 
 
-def build_arguments(config: RunConfig, use_cpu: bool) -> SFTConfig:
+def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = None) -> TrainingArguments:
     """Return the trainer's arguments: the user's, and what lorashard's way of preparing and sharding decides.
 
     Making them also makes accelerate's state, and with it the process group.
+
+    Args:
+        world_size: How many ranks the arguments are for, where they are checked in one process.
 
     Raises:
         ConfigError: TRL or transformers refuses an option.
@@ -170,41 +186,71 @@ def build_arguments(config: RunConfig, use_cpu: bool) -> SFTConfig:
         )
     if use_cpu and config.trainer_options.get("activation_offloading"):
         raise ConfigError("activation_offloading: it moves activations from a GPU; leave it out with --cpu")
+    if config.trainer_options.get("use_liger_kernel"):
+        if use_cpu:
+            raise ConfigError("use_liger_kernel: Liger's kernels run on GPUs; leave it out with --cpu")
+        if not is_liger_kernel_available():
+            raise ConfigError("use_liger_kernel: Liger's kernels are not installed: pip install liger-kernel")
+    method = config.trl_method
     decided: dict[str, Any] = {
         "output_dir": config.output_dir,
         "use_cpu": use_cpu,
-        "packing": config.packing,
-        "packing_strategy": config.packing_strategy,
-        "eval_packing": config.eval_packing,
-        "max_length": config.max_length,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "trust_remote_code": config.trust_remote_code,
         "ddp_find_unused_parameters": False,
     }
+    if method.is_prepared_here:
+        names = ("packing", "packing_strategy", "eval_packing", "max_length")
+        decided |= {name: getattr(config, name) for name in names}
+        decided["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    config_class = getattr(trl, method.config_class)
+    if world_size is not None:
+        config_class = type(method.config_class, (config_class,), {"world_size": world_size})
     try:
-        return SFTConfig(**config.trainer_options | decided)
+        arguments = config_class(**config.trainer_options | decided)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise ConfigError(f"TRL's SFTConfig refuses the options: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"TRL's {method.config_class} refuses the options: {' '.join(str(error).split())}") from error
+    if arguments.mixed_precision != "no" and not (arguments.bf16 or arguments.fp16):
+        raise ConfigError(
+            f"accelerate is told mixed precision {arguments.mixed_precision}, but the run is to compute in "
+            f"{config.dtype}: answer no to mixed precision in `accelerate config`, where dtype is what counts, or give "
+            "the dtype that is meant"
+        )
+    return arguments
 
 
 def build_trainer(
+    config: RunConfig,
     model: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    arguments: SFTConfig,
+    arguments: TrainingArguments,
     prepared: Prepared,
-    run: Run,
-    base_bytes: int,
-) -> SFTTrainer:
-    """Return TRL's trainer, unmodified, with a callback that writes the run's folder."""
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=prepared.train,
-        eval_dataset=prepared.eval,
-        processing_class=tokenizer,
-    )
-    # First, so that trackers and the progress bar see what it adds to a log line.
-    trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
-    return trainer
+) -> Trainer:
+    """Return TRL's trainer of the method, unmodified.
+
+    Raises:
+        ConfigError: TRL refuses the model, the rows or the options.
+
+    Ranks: collective over all ranks where the trainer tokenises: rank 0 does so first, the others take its results.
+    """
+    method = config.trl_method
+    rewards = {}
+    if method.generates:
+        rewards["reward_funcs"] = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
+    optimizer = None
+    if config.loraplus_lr_ratio is not None:
+        optimizer = make_loraplus_optimizer(model, arguments, config.loraplus_lr_ratio)
+    try:
+        return getattr(trl, method.trainer_class)(
+            model=model,
+            args=arguments,
+            train_dataset=prepared.train,
+            eval_dataset=prepared.eval,
+            processing_class=tokenizer,
+            optimizers=(optimizer, None),
+            **rewards,
+        )
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise ConfigError(f"TRL's {method.trainer_class} refuses the run: {' '.join(str(error).split())}") from error
 
 
 class _ProfileCallback(TrainerCallback):
@@ -255,9 +301,9 @@ class _RunCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         now_s = time.perf_counter()
-        if "loss" in logs and self._last is not None:
+        if "loss" in logs and "num_tokens" in logs and self._last is not None:
             last_s, last_tokens = self._last
-            num_tokens = logs.get("num_tokens", 0.0)
+            num_tokens = logs["num_tokens"]
             logs["tokens_per_s"] = round((num_tokens - last_tokens) / (now_s - last_s), 1)
             self._last = (now_s, num_tokens)
         self._run.add_metrics({"step": state.global_step, "time": time.time()} | logs)
@@ -282,8 +328,10 @@ def _find_checkpoint(config: RunConfig) -> str | None:
     return found
 
 
-def _take_tokens(rows: datasets.Dataset, device: torch.device) -> torch.Tensor:
-    return torch.tensor([rows[0]["input_ids"][:_CHECKED_TOKENS]], device=device)
+def _take_tokens(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> torch.Tensor:
+    """Return tokens to compare logits on; where no row is tokenised, those of the row as Python writes it."""
+    input_ids = rows[0].get("input_ids") or tokenizer(str(rows[0]))["input_ids"]
+    return torch.tensor([input_ids[:_CHECKED_TOKENS]], device=device)
 
 
 def _say(rank: int, line: str) -> None:

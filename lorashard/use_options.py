@@ -1,4 +1,4 @@
-"""The options of the commands that use a trained adapter: merge, verify, chat, generate, eval. Imports no torch."""
+"""The options of the commands beside those of a run: merge, verify, chat, generate, eval, doctor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from .base_options import BaseOptions
+from .base_options import BaseOptions, RankOptions
 from .config import collect_options, read_own_options
 from .data.options import DataOptions
 from .errors import ConfigError
@@ -15,7 +15,7 @@ from .options import read_command_line
 from .placement import PlacementOptions, explain_invalid
 
 
-class CommandOptions(BaseOptions):
+class CommandOptions(RankOptions):
     """What a command takes: first its positional words, then options as in a run."""
 
     positionals: ClassVar[tuple[str, ...]] = ()
@@ -54,7 +54,7 @@ class CommandOptions(BaseOptions):
             raise ConfigError(explain_invalid(error)) from error
 
 
-class UseOptions(PlacementOptions, CommandOptions):
+class UseOptions(PlacementOptions, BaseOptions, CommandOptions):
     """An adapter on its base, which rests anywhere."""
 
     base: str | None = None
@@ -65,7 +65,7 @@ class UseOptions(PlacementOptions, CommandOptions):
         return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
 
 
-class MergeOptions(CommandOptions):
+class MergeOptions(BaseOptions, CommandOptions):
     """`lorashard merge ADAPTER OUT`."""
 
     positionals = ("adapter", "out")
@@ -252,3 +252,18 @@ class VerifyOptions(UseOptions):
             if self.model_name_or_path is not None and getattr(self, name) is not None:
                 raise ConfigError(f"{name} has no meaning with a model, whose gradients are compared; leave it out")
         return self
+
+
+class DoctorOptions(CommandOptions):
+    """`lorashard doctor`."""
+
+    output_dir: str = "."
+    """The folder where the run will write; it need not be there yet."""
+    model_name_or_path: str | None = None
+    """A model's folder or hub id: can it be read from here?"""
+    model_revision: str | None = None
+    """The commit, branch or tag of the model on the hub."""
+    timeout_s: int = Field(default=60, ge=1)
+    """How many seconds a check may take, and ranks may wait for one another."""
+    as_json: bool = False
+    """Print JSON."""

@@ -28,9 +28,9 @@ def validate(config: RunConfig) -> Iterator[str]:
     check_device(config, choice.device_type)
     check_output_dir(config)
     yield f"ranks: {choice.num_ranks} on {choice.device_type}"
-    _check_trainer_options(config, choice.device_type)
+    _check_trainer_options(config, choice.device_type, choice.num_ranks)
     yield "options: accepted by TRL and transformers"
-    yield f"model: {_describe_model(config)}"
+    yield f"model: {describe_model(config.model_name_or_path, config.model_revision)}"
     tokenizer = load_tokenizer(
         config.model_name_or_path,
         config.model_revision,
@@ -38,20 +38,27 @@ def validate(config: RunConfig) -> Iterator[str]:
         config.chat_template_path,
         config.eos_token,
     )
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer)
+    prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
     yield f"dataset: {prepared.report.summary()}"
     if prepared.eval_report is not None:
         yield f"eval_dataset: {prepared.eval_report.summary()}"
 
 
-def _check_trainer_options(config: RunConfig, device_type: str) -> None:
+def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) -> None:
+    from .rewards import load_rewards
     from .train import build_arguments
 
-    build_arguments(config, use_cpu=device_type == "cpu")
+    build_arguments(config, device_type == "cpu", num_ranks)
+    if config.trl_method.generates:
+        load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
 
 
-def _describe_model(config: RunConfig) -> str:
-    name, revision = config.model_name_or_path, config.model_revision
+def describe_model(name: str, revision: str | None) -> str:
+    """Return how large a model is, from its files' headers, and where it is.
+
+    Raises:
+        CheckpointError: Its files are missing or damaged, or the hub does not give them.
+    """
     try:
         folder = resolve_folder(name, revision, allow_download=False)
     except CheckpointError:

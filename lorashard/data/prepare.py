@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +26,27 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError
+from ..methods import METHODS, Method
 from .encode import Encoding, encode_source
 from .options import DataOptions
 from .report import DataReport, SkippedRows
-from .sources import Source, open_source
+from .sources import BadRow, Source, open_source
+from .trl_rows import find_schema, make_table, open_rows
 
 logger = logging.getLogger(__name__)
 
 # Count up when the same options, rows and tokenizer give other tokens or labels than before.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "trl")
 _WRITE_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Datasets ready for SFTTrainer with `dataset_kwargs={"skip_prepare_dataset": True}`.
+    """Datasets ready for SFTTrainer with `dataset_kwargs={"skip_prepare_dataset": True}`, or checked for another one.
 
-    Their columns are `input_ids` and `labels`, and `seq_lengths` where rows are packed (not with `wrapped`). They are
-    read from disk as they are used, so processes share one copy through the page cache.
+    Those for SFTTrainer have the columns `input_ids` and `labels`, and `seq_lengths` where rows are packed (not with
+    `wrapped`). They are read from disk as they are used, so processes share one copy through the page cache.
     """
 
     train: datasets.Dataset
@@ -53,15 +57,22 @@ class Prepared:
     """The folder that holds them; its name is the hash of all that they depend on, equal on all ranks."""
 
 
-def prepare(options: DataOptions, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None) -> Prepared:
+def prepare(
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path | None = None,
+    method: Method = METHODS["sft"],
+) -> Prepared:
     """Tokenise, label, cut, pack and shuffle a dataset, or find it done before.
 
-    Any number of processes may call this at once: one does the work, the others wait for it.
+    Any number of processes may call this at once: one does the work, the others wait for it. Rows that the method's
+    trainer tokenises itself are checked, and written where the datasets library keeps what the trainer makes of them.
 
     Args:
         options: Which rows, and what to make of them.
         tokenizer: As `load_tokenizer` returns it.
         cache_dir: Where results are kept; by default `lorashard` in the datasets library's cache.
+        method: What the rows are for.
 
     Raises:
         DataError: A dataset is missing, its columns are not recognised, or rows cannot be trained on.
@@ -70,12 +81,12 @@ def prepare(options: DataOptions, tokenizer: PreTrainedTokenizerBase, cache_dir:
     sources = _open_sources(options)
     cache_dir = cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "lorashard"
     identities = {name: source.identify() for name, source in sources.items()}
-    folder = cache_dir / _hash_inputs(options, identities, tokenizer)
+    folder = cache_dir / _hash_inputs(options, identities, tokenizer, method)
     if not folder.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):  # given back by the system should this process die
             if not folder.is_dir():
-                _build(folder, sources, identities, options, tokenizer)
+                _build(folder, sources, identities, options, tokenizer, method)
     return _load(folder, options)
 
 
@@ -94,13 +105,17 @@ def _build(
     identities: dict[str, list[Any]],
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
+    method: Method,
 ) -> None:
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
     unfinished.mkdir()
     try:
         for name, source in sources.items():
-            report = _encode_split(unfinished, name, source, options, tokenizer)
+            if method.is_prepared_here:
+                report = _encode_split(unfinished, name, source, options, tokenizer)
+            else:
+                report = _copy_split(unfinished, name, source, options, tokenizer, method)
             (unfinished / f"{name}.json").write_text(json.dumps(asdict(report), indent=1))
             if source.identify() != identities[name]:
                 raise DataError(f"dataset {source.name!r} changed while it was being read: start again")
@@ -122,7 +137,13 @@ def _encode_split(
         packing = options.packing if options.eval_packing is None else options.eval_packing
         max_samples = options.max_eval_samples
     encoder, results = encode_source(source, options, tokenizer, packing, max_samples)
-    report = DataReport(source.name, encoder.format.name, encoder.mask_method, ignored_files=list(source.ignored))
+    report = DataReport(
+        source.name,
+        encoder.format.name,
+        encoder.mask_method,
+        encoder.format.is_chat,
+        ignored_files=list(source.ignored),
+    )
     logger.info("%s: %s rows, learning: %s", source.name, report.format, report.mask_method)
 
     path = folder / f"{name}.arrow"
@@ -136,16 +157,64 @@ def _encode_split(
                 writer.write({"input_ids": result.input_ids, "labels": result.labels})
     writer.finalize()
     writer.close()
-
-    if report.num_skipped and options.on_bad_row == "error":
-        raise DataError(
-            f"dataset {source.name!r}: {report.explain_skipped()}. Mend them, or set on_bad_row: skip to leave them out"
-        )
-    if not report.rows_kept:
-        raise DataError(f"dataset {source.name!r}: no row is left to train on: {report.explain_skipped()}")
+    _check_report(report, options)
     if packing:
         report.num_packed = _pack(path, options)
     return report
+
+
+def _copy_split(
+    folder: Path, name: str, source: Source, options: DataOptions, tokenizer: PreTrainedTokenizerBase, method: Method
+) -> DataReport:
+    """Check the rows of a source and write what the trainer reads of them, which takes two passes over it."""
+    max_samples = options.max_eval_samples if name == "eval" else options.max_train_samples
+    has_chat_template = tokenizer.chat_template is not None
+    found, rows = open_rows(source, method, has_chat_template, max_samples)
+    tokenised = f"TRL's {method.trainer_class} tokenises them"
+    if method.name == "kto" and "chosen" in found.columns:
+        tokenised += ", after unpairing: it trains on 1000 chosen, then on their 1000 rejected, and so on"
+    report = DataReport(source.name, found.name, tokenised, found.is_chat, ignored_files=list(source.ignored))
+
+    def count() -> Iterator[dict[str, Any]]:
+        for place, row in rows:
+            if isinstance(row, BadRow):
+                report.skip(place, row)
+                continue
+            report.keep()
+            if method.generates:
+                report.longest_tokens = max(report.longest_tokens, _count_prompt_tokens(row["prompt"], tokenizer))
+            yield row
+
+    try:
+        schema = find_schema(count())
+    except DataError as error:
+        raise DataError(f"dataset {source.name!r}: {error}") from error
+    _check_report(report, options)
+    _, rows = open_rows(source, method, has_chat_template, max_samples)
+    kept = (row for _, row in rows if not isinstance(row, BadRow))
+    writer = ArrowWriter(schema=schema, path=str(folder / f"{name}.arrow"))
+    while batch := list(islice(kept, _WRITE_ROWS)):
+        writer.write_table(make_table(batch, schema))
+    writer.finalize()
+    writer.close()
+    return report
+
+
+def _count_prompt_tokens(prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt, verbose=False)["input_ids"])
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _check_report(report: DataReport, options: DataOptions) -> None:
+    if report.num_skipped and options.on_bad_row == "error":
+        raise DataError(
+            f"dataset {report.dataset!r}: {report.explain_skipped()}. Mend them, or set on_bad_row: skip to leave them "
+            "out"
+        )
+    if not report.rows_kept:
+        raise DataError(f"dataset {report.dataset!r}: no row is left to train on: {report.explain_skipped()}")
 
 
 def _pack(path: Path, options: DataOptions) -> int:
@@ -185,9 +254,12 @@ def _load_report(path: Path) -> DataReport:
     return DataReport(**values)
 
 
-def _hash_inputs(options: DataOptions, identities: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _hash_inputs(
+    options: DataOptions, identities: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, method: Method
+) -> str:
     inputs = {
         "recipe": _RECIPE_VERSION,
+        "method": method.name,
         "options": options.model_dump(mode="json"),
         "sources": identities,
         "tokenizer": _describe_tokenizer(tokenizer),

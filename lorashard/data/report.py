@@ -23,12 +23,15 @@ class SkippedRows:
 class DataReport:
     """What was found in one dataset; `rows_read` is `rows_kept` plus all that `rows_skipped` counts.
 
-    Tokens are counted as they are trained on: after rows were cut to `max_length`, without padding.
+    Tokens are counted as they are trained on: after rows were cut to `max_length`, without padding. Where TRL's trainer
+    tokenises the rows there are none to count, but for the longest prompt of a method that answers prompts.
     """
 
     dataset: str
     format: str
     mask_method: str
+    is_chat: bool = False
+    """The rows are conversations, or were made to be."""
     rows_read: int = 0
     rows_kept: int = 0
     rows_skipped: dict[str, SkippedRows] = field(default_factory=dict)
@@ -52,20 +55,29 @@ class DataReport:
 
     def add(self, place: str, result: Encoding | BadRow) -> None:
         """Count one row."""
-        self.rows_read += 1
         if isinstance(result, BadRow):
-            skipped = self.rows_skipped.setdefault(result.reason, SkippedRows())
-            skipped.count += 1
-            if len(skipped.first) < _SHOWN_PLACES:
-                skipped.first.append(f"{place}: {result.detail}")
+            self.skip(place, result)
             return
-        self.rows_kept += 1
+        self.keep()
         self.num_tokens += len(result.input_ids)
         self.num_supervised_tokens += sum(label != IGNORED_LABEL for label in result.labels)
         self.longest_tokens = max(self.longest_tokens, len(result.input_ids))
         self.num_truncated += len(result.input_ids) < result.num_tokens_before_cut
         self.num_prompt_drifts += result.has_prompt_drift
         self.num_unended_turns += result.has_unended_turn
+
+    def keep(self) -> None:
+        """Count one row that is trained on."""
+        self.rows_read += 1
+        self.rows_kept += 1
+
+    def skip(self, place: str, problem: BadRow) -> None:
+        """Count one row that is left out."""
+        self.rows_read += 1
+        skipped = self.rows_skipped.setdefault(problem.reason, SkippedRows())
+        skipped.count += 1
+        if len(skipped.first) < _SHOWN_PLACES:
+            skipped.first.append(f"{place}: {problem.detail}")
 
     def explain_skipped(self) -> str:
         """Return one line: how many rows cannot be trained on, why, and where the first ones are."""
@@ -78,6 +90,8 @@ class DataReport:
     def summary(self) -> str:
         """Return one line: how many rows and tokens, the format found, and what is learnt."""
         skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
+        if not self.num_tokens:
+            return f"{self.rows_kept} rows{skipped}; {self.format}; {self.mask_method}"
         cut = f", {self.num_truncated} cut" if self.num_truncated else ""
         packed = f" packed into {self.num_packed} sequences" if self.num_packed is not None else ""
         return (

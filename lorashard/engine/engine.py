@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class Engine:
         self,
         visits: Sequence[Visit],
         roots: Sequence[nn.Module],
-        trainable: Sequence[nn.Parameter],
+        trainable: Iterable[nn.Parameter],
         group: ShardGroup,
         device: torch.device,
         prefetch: int = 1,
@@ -123,7 +123,8 @@ class Engine:
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
         self._hash = 0
-        self._trainable_ids = {id(parameter) for parameter in trainable}
+        self._trainable_ids: set[int] = set()
+        self.add_trainable(trainable)
         if sharded:
             self._install_hooks(roots)
 
@@ -152,16 +153,20 @@ class Engine:
         Ranks: every rank must read the same weights in the same order.
         Memory: a copy of each weight that is read, for as long as the reader keeps it.
         """
-        units = [unit for unit in self.units if not unit.is_resident]
-        for unit in units:
-            for index, weight in enumerate(unit.weights):
-                weight.placeholder.reader = functools.partial(self._copy_weight, unit, index)
+        sharded = [
+            (weight.placeholder, functools.partial(self._copy_weight, unit, index))
+            for unit in self.units
+            if not unit.is_resident
+            for index, weight in enumerate(unit.weights)
+        ]
+        readers = [placeholder.reader for placeholder, _ in sharded]  # set where this is called inside of itself
+        for placeholder, reader in sharded:
+            placeholder.reader = reader
         try:
             yield
         finally:
-            for unit in units:
-                for weight in unit.weights:
-                    weight.placeholder.reader = None
+            for (placeholder, _), previous in zip(sharded, readers, strict=True):
+                placeholder.reader = previous
 
     def _copy_weight(self, unit: Unit, index: int) -> torch.Tensor:
         self._make_whole(unit)
@@ -190,6 +195,10 @@ class Engine:
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
 
+    def add_trainable(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note of an adapter's parameters: those of `parameters` that require a gradient."""
+        self._trainable_ids |= {id(parameter) for parameter in parameters if parameter.requires_grad}
+
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer holds a parameter of the adapter."""
         return any(id(parameter) in self._trainable_ids for g in optimizer.param_groups for parameter in g["params"])
@@ -205,7 +214,8 @@ class Engine:
             if torch.is_grad_enabled():
                 entry = first_differentiable(args)
                 entry = entry if entry is not None else first_differentiable(kwargs)
-                unit.has_backward_below = entry is not None
+                # A leaf ends the graph, unless a recomputation has cut it out: nothing below trains.
+                unit.has_backward_below = entry is not None and (not entry.is_leaf or is_in_backward())
                 if entry is not None:
                     handle = entry.register_hook(lambda grad: self._leave_backward(unit))
                     if entry.is_leaf:  # it may outlive the step, and collect a hook in each
@@ -221,8 +231,13 @@ class Engine:
                 result = first_differentiable(output)
                 if result is not None:
                     result.register_hook(lambda grad: self._enter_backward(visit.unit))
-            if not visit.holds and not is_in_backward():
+            if is_in_backward():
+                return
+            if not visit.holds:
                 visit.unit.reshard(self._stream)
+            following = self._visits[position + 1 : position + 2]
+            if any(after.holds for after in following):  # no module of it need be called before it is read
+                self._enter_forward(position + 1)
 
         return hook
 
@@ -385,7 +400,7 @@ class Engine:
         raise ShardError(
             f"the ranks have diverged: {found}. Sharded ranks must run the same forwards and backwards in the same "
             "order, or they would read each other's wrong units: give every rank the same number of batches, "
-            "evaluate on all ranks, and pass synced_gpus=True to generate"
+            "evaluate on all ranks, and call generate equally often on all"
         )
 
 

@@ -21,10 +21,11 @@ from ..errors import ConfigError
 from ..model.adapters import base_test, inject
 from ..model.checkpoint import Checkpoint, StoredTensor
 from ..model.identity import ADAPTER_NAME
-from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton, check_initialisation, put_placeholders
-from ..model.saved import read_config, restore
+from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton, put_placeholders
+from ..model.refusals import check_config
+from ..model.saved import count_labels, read_config, restore
 from ..model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase
-from ..model.units import find_structure
+from ..model.units import find_units
 from ..model.weights import PIECE_BYTES, BaseWeights
 from .base_values import BaseTensors, EngineValues, FileValues, MergeUnit, Read, Values, describe, own_unit
 from .companions import write_companions
@@ -94,14 +95,19 @@ def merge_checkpoint(
     together(lambda: check_target(out), on_rank=0)
     device = device or torch.device("cpu")
     config = read_config(adapter)
-    check_initialisation(config)
+    check_config(config)
     config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
     dtype_is_given = dtype is not None
     with Checkpoint.open(base_folder) as checkpoint:
         dtype = dtype or find_dtype(base_folder, checkpoint, trust_remote_code)
-        plan = partial(_plan_base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        plan = partial(
+            _plan_base,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            num_labels=count_labels(adapter),
+        )
         skeleton, weights = plan(base_folder, checkpoint)
-        _fit_head(skeleton, adapter, NEW_HEADS.get(config.task_type and TaskType(config.task_type), ()))
         base = describe(skeleton)
         put_placeholders(skeleton, weights, device)
         held = _hold(skeleton, base, adapter, config)
@@ -257,11 +263,10 @@ class _Merge:
                 self._files.plan(folder, made)
 
     def _plan_units(self) -> list[MergeUnit]:
-        structure = find_structure(self._model, base_test(self._model))
         paths = {id(module): path for path, module in self._model.named_modules()}
         units: dict[int, MergeUnit] = {}
         unit_of: dict[str, int] = {}
-        for number, found in enumerate(structure.units):
+        for number, found in enumerate(find_units(self._model, base_test(self._model))):
             for weight in found.weights:
                 for owner in weight.owners:
                     unit_of[to_base_name(f"{paths[id(owner.module)]}.{owner.attribute}")] = number
@@ -366,10 +371,15 @@ class _Merge:
 
 
 def _plan_base(
-    folder: Path, checkpoint: Checkpoint, config: PeftConfig, dtype: torch.dtype, trust_remote_code: bool
+    folder: Path,
+    checkpoint: Checkpoint,
+    config: PeftConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    num_labels: int | None = None,
 ) -> tuple[PreTrainedModel, BaseWeights]:
     task_type = TaskType(config.task_type) if config.task_type else None
-    skeleton = build_skeleton(str(folder), folder, task_type, dtype, trust_remote_code, None)
+    skeleton = build_skeleton(str(folder), folder, task_type, dtype, trust_remote_code, None, num_labels)
     weights = BaseWeights.plan(
         skeleton,
         checkpoint,
@@ -395,20 +405,6 @@ def _hold(skeleton: PreTrainedModel, base: BaseTensors, adapter: Path, config: P
                 value = made.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), requires_grad=False))
                 module._parameters[attribute] = value
     return held
-
-
-def _fit_head(skeleton: PreTrainedModel, adapter: Path, new_heads: Sequence[str]) -> None:
-    """Give a new classification head as many rows as the adapter's has."""
-    with safe_open(adapter / ADAPTER_NAME, framework="pt") as opened:
-        for name, head in list(skeleton.named_children()):
-            key = f"base_model.model.{name}.weight"
-            if f"{name}." not in new_heads or not isinstance(head, nn.Linear) or key not in opened.keys():  # noqa: SIM118
-                continue
-            num_labels = opened.get_slice(key).get_shape()[0]
-            if num_labels != head.out_features:
-                made = nn.Linear(head.in_features, num_labels, head.bias is not None, "meta", head.weight.dtype)
-                setattr(skeleton, name, made)
-                skeleton.config.num_labels = skeleton.num_labels = num_labels
 
 
 def _held_names(keys: Sequence[str], base: BaseTensors, config: PeftConfig) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from peft import PeftModel
@@ -11,7 +12,8 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..placement import check_num_layers
-from .units import find_decoder_stack, spread
+from .stacks import find_layers
+from .units import spread
 
 
 def checkpoint_some(model: PeftModel, num_layers: int) -> None:
@@ -22,7 +24,7 @@ def checkpoint_some(model: PeftModel, num_layers: int) -> None:
     Raises:
         ConfigError: there are fewer decoder layers, or they do not checkpoint themselves as transformers' own do.
     """
-    _, stack = find_decoder_stack(model)
+    stack = find_layers(model)
     check_num_layers("activation_checkpointing_layers", num_layers, len(stack))
     if any(not hasattr(layer, "gradient_checkpointing") for layer in stack):
         raise ConfigError(
@@ -34,7 +36,7 @@ def checkpoint_some(model: PeftModel, num_layers: int) -> None:
     base._set_gradient_checkpointing = _narrow(base._set_gradient_checkpointing, stack, num_layers)
 
 
-def _narrow(original: Any, stack: nn.ModuleList, num_layers: int) -> Any:
+def _narrow(original: Any, stack: Sequence[nn.Module], num_layers: int) -> Any:
     @functools.wraps(original)
     def switch(enable: bool = True, *args: Any, **kwargs: Any) -> None:
         if enable and kwargs.get("every_n_layers", 1) != 1:
@@ -44,7 +46,7 @@ def _narrow(original: Any, stack: nn.ModuleList, num_layers: int) -> Any:
             )
         original(enable, *args, **kwargs)
         if enable:
-            chosen = spread(list(stack), num_layers)
+            chosen = spread(stack, num_layers)
             for layer in stack:
                 layer.gradient_checkpointing = any(layer is one for one in chosen)  # type: ignore[assignment]
 

@@ -13,7 +13,7 @@ from ..placement import check_num_layers
 from .converted import find_converted
 from .mapped import MappedFiles
 from .sources import CheckpointSource, Source, fill_shard, plan_unit
-from .units import LAYER, FoundUnit, FoundWeight, Structure, spread
+from .units import LAYER, WHOLE, FoundUnit, FoundWeight, Structure, spread
 from .weights import BaseWeights
 
 MakeHome = Callable[[FoundUnit], Home]
@@ -104,9 +104,9 @@ class FileHomes:
 
 
 def choose_resident(structure: Structure, resident_layers: str | int) -> list[FoundUnit]:
-    """Return the units that stay whole: all, or that many decoder layers, spread evenly."""
+    """Return the units that stay whole: all, or that many decoder layers, spread evenly, and what always does."""
     if resident_layers == "all":
         return structure.units
     layers = [unit for unit in structure.units if unit.kind == LAYER]
     check_num_layers("resident_layers", resident_layers, len(layers))
-    return spread(layers, int(resident_layers))
+    return [*(unit for unit in structure.units if unit.kind == WHOLE), *spread(layers, int(resident_layers))]

@@ -48,6 +48,10 @@ class BaseIdentity:
                 hashes |= part
         return cls(hashes)
 
+    def digest(self) -> bytes:
+        """Return one hash for all files, whatever their names."""
+        return hashlib.sha256("".join(sorted(self.files.values())).encode()).digest()
+
     @classmethod
     def read(cls, adapter: Path) -> BaseIdentity | None:
         """Return what an adapter's folder says of the base that it was trained on; None if it says nothing.
@@ -83,7 +87,7 @@ class BaseIdentity:
             ConfigError: the files differ, unless `allow_base_mismatch`.
         """
         trained_on = BaseIdentity.read(adapter)
-        if trained_on is None or sorted(trained_on.files.values()) == sorted(self.files.values()):
+        if trained_on is None or trained_on.digest() == self.digest():
             return
         differing = sorted(name for name, sha256 in self.files.items() if trained_on.files.get(name) != sha256)
         message = (

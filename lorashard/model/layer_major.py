@@ -49,29 +49,29 @@ def split_layers(layers: Sequence[nn.Module], rows: int) -> None:
     if rows < 1:
         raise ConfigError(f"layer_microbatch_size: expected a positive number of rows, found {rows}")
     starts = Starts()
+    restored = {cls: _restore_call(cls) for cls in {type(layer) for layer in layers} if _checkpoints_call(cls)}
     for layer in layers:
         if "forward" in vars(layer):
             raise ConfigError(
                 f"layer_microbatch_size: expected a {type(layer).__name__} with its class's forward, found one that is "
                 "replaced already: leave layer_microbatch_size out, or whatever else wraps the layers"
             )
-        checkpoints = _checkpoints_call(layer)
+        checkpoints = type(layer) in restored
         if checkpoints:
-            _restore_call(layer)
+            layer.__class__ = restored[type(layer)]
         layer.forward = _SplitForward(layer, rows, starts, checkpoints)
 
 
-def _checkpoints_call(layer: nn.Module) -> bool:
-    """Tell whether transformers checkpoints the layer's whole call, hooks included, as it did before 5.20."""
+def _checkpoints_call(layer_class: type[nn.Module]) -> bool:
+    """Tell whether transformers checkpoints a layer's whole call, hooks included, as it did before 5.20."""
     own_call = GradientCheckpointingLayer.__call__
-    return type(layer).__call__ is own_call and own_call is not nn.Module.__call__
+    return layer_class.__call__ is own_call and own_call is not nn.Module.__call__
 
 
-def _restore_call(layer: nn.Module) -> None:
-    """Give the layer torch's plain `__call__`, by a subclass that is otherwise the same class."""
-    original = type(layer)
+def _restore_call(original: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with torch's plain `__call__` that is otherwise the same class."""
     namespace = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    layer.__class__ = type(original.__name__, (original,), namespace | {"__call__": nn.Module.__call__})
+    return type(original.__name__, (original,), namespace | {"__call__": nn.Module.__call__})
 
 
 class _SplitForward:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -13,8 +15,10 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -27,9 +31,11 @@ from .adapters import base_test, inject
 from .checkpoint import Checkpoint, resolve_folder
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
 from .identity import BaseIdentity
-from .saved import restore
+from .refusals import check_config, check_frozen
+from .saved import count_labels, restore
 from .sharding import LoadedBase, refuse_merging, remember_base, shard_structure
 from .sources import CheckpointSource
+from .stacks import name_units
 from .units import find_structure
 from .weights import BaseWeights
 
@@ -41,7 +47,28 @@ _AUTO_CLASSES = {
 # What PEFT may put on top of a checkpoint that was saved for another task: initialised, then trained.
 NEW_HEADS = {TaskType.SEQ_CLS: ("score.", "classifier.")}
 UNUSED_HEADS = {TaskType.SEQ_CLS: ("lm_head.",)}
-_REWRITING_INITIALISATIONS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
+
+
+def choose_auto_class(config: PreTrainedConfig, task_type: TaskType | str | None) -> Any:
+    """Return the auto class that loads a checkpoint: one for images and text where it makes no causal LM.
+
+    Raises:
+        ConfigError: none is known for `task_type`, or the model is of another kind.
+    """
+    if task_type not in _AUTO_CLASSES:
+        expected = ", ".join(str(known.value) for known in _AUTO_CLASSES if known)
+        raise ConfigError(f"task_type: expected one of {expected}, found '{task_type}'")
+    auto_class = _AUTO_CLASSES[task_type]
+    candidates = [auto_class, AutoModelForImageTextToText] if auto_class is AutoModelForCausalLM else [auto_class]
+    own_code = getattr(config, "auto_map", None) or {}
+    for candidate in candidates:
+        if type(config) in candidate._model_mapping or candidate.__name__ in own_code:
+            return candidate
+    names = " or ".join(candidate.__name__ for candidate in candidates)
+    raise ConfigError(
+        f"expected a model that is known to {names}, found one of type '{config.model_type}'; build it yourself, put "
+        "an adapter on it with PEFT, and give it to lorashard.shard"
+    )
 
 
 def build_skeleton(
@@ -51,26 +78,58 @@ def build_skeleton(
     dtype: torch.dtype,
     trust_remote_code: bool,
     attn_implementation: str | None,
+    num_labels: int | None = None,
 ) -> PreTrainedModel:
     """Return the model of a checkpoint's config with weights on the meta device and real rotary buffers.
 
+    Args:
+        num_labels: what a classifier's head tells apart; None takes the config's number.
+
     Raises:
-        ConfigError: no auto class is known for `task_type`, or the model needs code of its own.
+        ConfigError: no auto class is known for `task_type`, the model needs code of its own, or the attention cannot
+            be had.
     """
-    if task_type not in _AUTO_CLASSES:
-        expected = ", ".join(str(known.value) for known in _AUTO_CLASSES if known)
-        raise ConfigError(f"task_type: expected one of {expected}, found '{task_type}'")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if num_labels is not None:
+        config.num_labels = num_labels
     # PEFT writes this name into the adapter's config, which is read from other folders.
     config.name_or_path = os.path.abspath(folder) if Path(model_name_or_path).is_dir() else model_name_or_path
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = _AUTO_CLASSES[task_type].from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-        )
+    # Some models draw numbers even for meta tensors: adapters must come from those that a seed set before.
+    with torch.random.fork_rng(devices=[]):
+        with init_empty_weights(include_buffers=False), _explained_attention(attn_implementation):
+            model: PreTrainedModel = choose_auto_class(config, task_type).from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+            )
+        _fill_buffers(model, model)
     model.tie_weights()
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _explained_attention(attn_implementation: str | None) -> Iterator[None]:
+    """Pass on in a line what transformers says of an attention that it cannot give."""
+    try:
+        yield
+    except (ImportError, ValueError, OSError) as error:
+        if attn_implementation is None:
+            raise
+        raise ConfigError(f"attn_implementation: {attn_implementation}: {' '.join(str(error).split())}") from error
+
+
+def _fill_buffers(module: nn.Module, model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint holds again, as `from_pretrained` does.
+
+    The first time was while the model was built, where torch makes tensors in the model's dtype: frequencies of
+    positions that are computed in bfloat16 are others.
+    """
+    model = module if isinstance(module, PreTrainedModel) else model
+    for child in module.children():
+        _fill_buffers(child, model)
+    if module._non_persistent_buffers_set:
+        with torch.no_grad():
+            model._init_weights(module)
 
 
 def load_sharded(
@@ -87,6 +146,7 @@ def load_sharded(
     allow_base_mismatch: bool = False,
     is_identified: bool = True,
     allow_unexpected: Sequence[str] = (),
+    num_labels: int | None = None,
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
@@ -94,6 +154,7 @@ def load_sharded(
         adapter: the folder of a saved adapter, whose config is `lora`, to go on with; without it a new one is made.
         is_identified: hash the files, once, so that adapters can tell their base.
         allow_unexpected: prefixes of stored keys for which the model need have no place.
+        num_labels: of a new classifier; a saved one's head tells.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
@@ -102,11 +163,14 @@ def load_sharded(
     Ranks: collective over all ranks, once the checkpoint has been checked.
     Memory: the shards, the slots, and never more than one unit beside them.
     """
-    check_initialisation(lora)
+    check_config(lora)
     task_type = TaskType(lora.task_type) if lora.task_type else None
     folder = resolve_folder(model_name_or_path, revision)
+    num_labels = num_labels if adapter is None else count_labels(adapter)
     with Checkpoint.open(folder) as checkpoint:
-        skeleton = build_skeleton(model_name_or_path, folder, task_type, dtype, trust_remote_code, attn_implementation)
+        skeleton = build_skeleton(
+            model_name_or_path, folder, task_type, dtype, trust_remote_code, attn_implementation, num_labels
+        )
         weights = BaseWeights.plan(
             skeleton,
             checkpoint,
@@ -116,7 +180,8 @@ def load_sharded(
         )
         put_placeholders(skeleton, weights, device)
         model = inject(skeleton, lora, revision=revision)
-        _check_frozen(model)
+        check_frozen(model)
+        name_units(model, placement.unit_paths)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
@@ -148,32 +213,6 @@ def _check_commit(folder: Path) -> None:
         raise CheckpointError(
             f"expected one commit of the model on all ranks, found {' and '.join(sorted(commits))}: its branch moved, "
             "or their caches differ; start again with --model_revision and the commit"
-        )
-
-
-def check_initialisation(lora: PeftConfig) -> None:
-    """Refuse what makes another base than the one in the files, of a new adapter and of a saved one.
-
-    Raises:
-        ConfigError: the adapter's initialisation rewrites the base, or it is no part of the base's layers.
-    """
-    if getattr(lora, "is_prompt_learning", False):
-        raise ConfigError(f"expected an adapter inside the base's layers, such as LoRA, found {lora.peft_type}")
-    wanted = str(getattr(lora, "init_lora_weights", True)).lower()
-    if wanted.startswith(_REWRITING_INITIALISATIONS):
-        raise ConfigError(
-            f"init_lora_weights: '{wanted}' rewrites the base when PEFT makes or loads the adapter, and lorashard "
-            "reads the base as it is: expected true, false or 'gaussian'; a saved adapter is converted once by PEFT's "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
-
-
-def _check_frozen(model: PeftModel) -> None:
-    trained = [n for n, p in model.named_parameters() if p.requires_grad and isinstance(p, Placeholder)]
-    if trained:
-        raise ConfigError(
-            f"the adapter would train weights of the base itself ({trained[0]}), which is shared read-only: leave out "
-            "PEFT's bias option, or name whole modules in modules_to_save"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants, snapshot_download
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from safetensors import safe_open
 
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
@@ -88,6 +89,16 @@ def read_config(folder: Path) -> PeftConfig:
         return PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} cannot be read ({error}); save the adapter again") from error
+
+
+def count_labels(folder: Path) -> int | None:
+    """Return how many labels the classification head in an adapter's file tells apart; None if it holds no head."""
+    with safe_open(folder / ADAPTER_NAME, framework="pt") as opened:
+        for name in ("score", "classifier"):
+            key = f"base_model.model.{name}.weight"
+            if key in opened.keys():  # noqa: SIM118
+                return int(opened.get_slice(key).get_shape()[0])
+    return None
 
 
 def restore(model: PeftModel, folder: Path) -> None:

@@ -15,9 +15,11 @@ from torch import nn
 from ..dist import ShardGroup
 from ..engine import Engine, Placeholder, Unit, Visit, Weight
 from ..errors import ConfigError
+from .generating import prepare_generation
 from .homes import MakeHome
 from .identity import ADAPTER_NAME, BaseIdentity
-from .units import EMBEDDING, HEAD, LAYER, FoundWeight, Structure
+from .states import find_base_names, keep_base_out, sign_state
+from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
@@ -52,11 +54,10 @@ def shard_structure(
     for index, found in enumerate(structure.units):
         home = make_home(found)
         weights = [Weight(_placeholder_for(w, device), w.owners) for w in found.weights]
-        size_class = LAYER if found.kind == LAYER else "vocabulary"
-        units[id(found)] = Unit(found.name, index, size_class, weights, home)
+        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home)
         found.weights = []  # the whole weights are free to go
     visits = [
-        Visit(units[id(v.unit)], tuple(v.modules), holds=v.kind == HEAD, has_backward=v.kind != EMBEDDING)
+        Visit(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
         for v in structure.visits
     ]
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -69,14 +70,21 @@ def shard_structure(
         model.to = partial(_move, model.to)  # type: ignore[method-assign]
     if not all(unit.is_resident for unit in engine.units):
         refuse_merging(model)
-    # accelerate and Trainer may wrap the model in DDP: it must neither broadcast nor look at the base.
-    model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
+    prepare_generation(model, engine)
+    keep_base_out(model, engine)
+    ignore_base_in_ddp(model, engine)
     return engine
 
 
+def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
+    """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base."""
+    model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
+
+
 def remember_base(model: PeftModel, base: LoadedBase) -> None:
-    """Let every adapter that `model` saves carry the hash of its base."""
+    """Let every adapter and state that `model` saves carry the hash of its base."""
     setattr(model, BASE_ATTRIBUTE, base)
+    sign_state(model, base.identity)
     model.save_pretrained = partial(_save, model, model.save_pretrained, base.identity)
 
 
@@ -104,8 +112,9 @@ def refuse_merging(model: nn.Module) -> None:
 
 def _refuse(name: str, *args: object, **kwargs: object) -> None:
     raise ConfigError(
-        f"{name} would change the base in place, but it is sharded or read-only here: load with placement='replicate', "
-        "or merge the saved adapter"
+        f"{name} would change the base in place (as TRL's use_vllm does, to hand vLLM the whole weights), but it is "
+        "sharded or read-only here: load with placement='replicate', or merge the saved adapter; with TRL leave "
+        "use_vllm off"
     )
 
 
@@ -125,13 +134,9 @@ def _placeholder_for(weight: FoundWeight, device: torch.device) -> Placeholder:
 
 
 def _base_names(model: nn.Module, engine: Engine) -> Iterator[str]:
-    base = {(owner.module, owner.attribute) for unit in engine.units for w in unit.weights for owner in w.owners}
+    yield from find_base_names(model, engine)
     adapter_modules = {module for module in model.modules() if any(p.requires_grad for p in module.parameters(False))}
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for attribute in module._parameters:
-            if (module, attribute) in base:
-                yield prefix + attribute
         if module not in adapter_modules:
             for attribute in module._buffers:
-                yield prefix + attribute
+                yield f"{path}.{attribute}" if path else attribute

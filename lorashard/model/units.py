@@ -1,7 +1,11 @@
-"""Find the units of a model from its structure: the embedding, each decoder layer, the final norm with the LM head."""
+"""Find the units of a model from its structure: the embedding, each decoder layer, the final norm with the LM head.
+
+A model of several towers, such as one for images, has a unit for each of their blocks too.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,8 +14,10 @@ from torch import nn
 
 from ..engine import Owner, Placeholder
 from ..errors import CheckpointError
+from .stacks import callable_parts, find_layers, find_stacks, get_output_embeddings, is_container, is_named
 
-EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+# `WHOLE` never leaves the device, whatever the placement.
+WHOLE, EMBEDDING, TOWER, LAYER, HEAD = "whole", "embedding", "tower", "layer", "head"
 
 Item = TypeVar("Item")
 
@@ -25,7 +31,7 @@ class FoundWeight:
     owners: list[Owner] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class FoundUnit:
     """What is to be gathered at once, before its weights have a home."""
 
@@ -34,7 +40,7 @@ class FoundUnit:
     weights: list[FoundWeight] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class FoundVisit:
     """A stop in the forward's order: entering any of `modules` needs `unit`."""
 
@@ -64,85 +70,128 @@ class Structure:
         return found
 
 
-def find_decoder_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the path and list of the decoder layers: the outermost ModuleList that weighs most.
-
-    Raises:
-        CheckpointError: no ModuleList holds parameters.
-    """
-    stacks: dict[str, nn.ModuleList] = {}
-    for path, module in model.named_modules():
-        is_inside = any(path.startswith(outer + ".") for outer in stacks)
-        if isinstance(module, nn.ModuleList) and not is_inside and any(True for _ in module.parameters()):
-            stacks[path] = module
-    if not stacks:
-        raise CheckpointError(
-            f"no decoder stack found in {type(model).__name__}: expected an nn.ModuleList of layers that hold "
-            "parameters, found none; lorashard cannot shard this architecture"
-        )
-    path = max(stacks, key=lambda path: sum(p.numel() for p in stacks[path].parameters()))
-    return path, stacks[path]
+def size_class(kind: str) -> str:
+    """Return which slots a unit of a kind takes: a layer's, or those of what is as large as the vocabulary."""
+    return LAYER if kind in (LAYER, TOWER) else "vocabulary"
 
 
 def find_structure(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> Structure:
     """Group every base parameter of `model` into units.
+
+    Each decoder layer is one, and each block of another tower, such as one for images. What the decoder has after its
+    layers is the head, and all else the embedding.
 
     Args:
         model: the outermost module, usually a PeftModel.
         is_base: tells the base's parameters from the adapter's.
 
     Raises:
-        CheckpointError: no decoder stack is found, or a weight sits where no unit can hold it.
+        CheckpointError: no decoder layers are found.
     """
-    stack_path, stack = find_decoder_stack(model)
-    spine_paths = [""] + [stack_path[:i] for i, char in enumerate(stack_path) if char == "."]
-    spine = [model.get_submodule(path) for path in spine_paths]
-    weights = _find_weights(model, is_base)
+    search = _Search(model)
+    for weight in _find_weights(model, is_base):
+        search.place(weight)
+    search.join_tied()
+    visits = [visit for visit in search.visits if visit.unit.weights and (visit.modules or visit.kind == WHOLE)]
+    return Structure(visits, search.roots)
 
-    embedding = FoundUnit("embedding", EMBEDDING)
-    layers = [FoundUnit(f"layers.{i}", LAYER) for i in range(len(stack))]
-    head = FoundUnit("head", HEAD)
-    embedding_visit = FoundVisit(embedding, EMBEDDING, [])
-    tied_visit = FoundVisit(head, EMBEDDING, [])
-    layer_visits = [FoundVisit(unit, LAYER, [layer]) for unit, layer in zip(layers, stack, strict=True)]
-    head_visit = FoundVisit(head, HEAD, [])
 
-    visit_of: dict[nn.Module, FoundVisit] = {}
-    for visit in layer_visits:
-        visit_of |= dict.fromkeys(visit.modules[0].modules(), visit)
-    entries: dict[nn.Module, nn.Module] = {}
-    for depth in reversed(range(len(spine))):
-        is_past_stack = False
-        for child in spine[depth].children():
-            if child is stack or child in spine:
-                is_past_stack = True
+class _Search:
+    """The visits of a model, and which of them each module belongs to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_modules())
+        self._path_of = {module: path for path, module in named.items()}
+        layers = find_layers(model)
+        names = [self._name(layer) if is_named(model) else f"layers.{i}" for i, layer in enumerate(layers)]
+        self._whole = FoundVisit(FoundUnit("whole", WHOLE), WHOLE, [])
+        self._embedding = FoundVisit(FoundUnit("embedding", EMBEDDING), EMBEDDING, [])
+        self._head = FoundVisit(FoundUnit("head", HEAD), HEAD, [])
+        self._tied = FoundVisit(self._head.unit, EMBEDDING, [])
+        self._layers = [FoundVisit(FoundUnit(n, LAYER), LAYER, [layer]) for n, layer in zip(names, layers, strict=True)]
+        self._towers: list[FoundVisit] = []
+        self._visit_of: dict[nn.Module, FoundVisit] = {}
+        self._entry_of: dict[nn.Module, nn.Module] = {}
+
+        above = [_paths_above(self._path_of[layer]) for layer in layers]
+        spine = {module for path, module in named.items() if path in set().union(*above)}
+        above_all = [module for path, module in named.items() if path in set.intersection(*above)]
+        self.roots = [module for module in above_all if not is_container(module)]
+        for parent in sorted(spine, key=lambda module: -len(self._path_of[module])):
+            self._share_out(parent, spine | set(layers), parent in above_all, model)
+        self._share_out_blocks()
+
+    @property
+    def visits(self) -> list[FoundVisit]:
+        """In the order of a forward."""
+        return [self._whole, self._embedding, self._tied, *self._towers, *self._layers, self._head]
+
+    def _name(self, module: nn.Module) -> str:
+        return _base_name(self._path_of[module])
+
+    def _share_out(self, parent: nn.Module, way: set[nn.Module], is_above_all: bool, model: nn.Module) -> None:
+        """Let the children of a module on the way to the layers belong to the embedding or the head."""
+        stacks = {
+            child: [] if child in way or is_named(model) else list(find_stacks(child)) for child in parent.children()
+        }
+        # Beside towers stands a decoder as a whole: what joins them may be listed after it, and runs before.
+        is_beside_towers = any(stacks.values()) and not any(is_container(child) for child in stacks if child in way)
+        output = get_output_embeddings(model)
+        is_past_layers = False
+        for child in stacks:
+            if child in way:
+                is_past_layers = True
                 continue
-            visit = head_visit if is_past_stack else embedding_visit
-            for module in child.modules():
-                visit_of.setdefault(module, visit)
-                entries.setdefault(module, child)
+            is_head = is_past_layers and is_above_all and not stacks[child]
+            is_head = is_head and (child is output or not is_beside_towers)
+            for part in callable_parts(child):
+                for module in part.modules():
+                    self._visit_of.setdefault(module, self._head if is_head else self._embedding)
+                    self._entry_of.setdefault(module, part)
+            for block in (block for stack in stacks[child] for block in callable_parts(stack)):
+                self._towers.append(FoundVisit(FoundUnit(self._name(block), TOWER), TOWER, [block]))
 
-    for weight in weights:
-        visits = []
-        for owner in weight.owners:
-            if owner.module not in visit_of:
-                raise CheckpointError(
-                    f"base weight '{weight.name}' sits directly on {type(owner.module).__name__}, outside of the "
-                    "embedding, the decoder layers and the head; lorashard cannot shard this architecture"
-                )
-            visits.append(visit_of[owner.module])
-        chosen = head_visit if head_visit in visits else visits[0]
+    def _share_out_blocks(self) -> None:
+        """Let the modules of layers and towers belong to them; those that several share, to the embedding."""
+        blocks = [*self._layers, *self._towers]
+        uses = Counter(module for visit in blocks for module in visit.modules[0].modules())
+        for visit in blocks:
+            for module in visit.modules[0].modules():
+                self._visit_of[module] = visit if uses[module] == 1 else self._embedding
+                self._entry_of[module] = module
+
+    def place(self, weight: FoundWeight) -> None:
+        """Put a weight into a unit, and let that be entered wherever the weight is read.
+
+        One that sits on a module that runs from before the layers to after them is whole all the time.
+        """
+        visits = [self._visit_of.get(owner.module, self._whole) for owner in weight.owners]
+        chosen = visits[0] if len(set(visits)) == 1 else self._embedding
+        for visit in (self._head, self._whole):
+            chosen = visit if visit in visits else chosen
         chosen.unit.weights.append(weight)
+        if chosen.kind not in (EMBEDDING, HEAD):
+            return
         for owner, visit in zip(weight.owners, visits, strict=True):
-            entry = entries.get(owner.module)
-            if entry is None:
-                continue
-            stop = tied_visit if visit is embedding_visit and chosen is head_visit else visit
+            stop = self._tied if chosen is self._head and visit is not chosen else chosen
+            entry = self._entry_of[owner.module]
             if entry not in stop.modules:
                 stop.modules.append(entry)
 
-    ordered = [embedding_visit, tied_visit, *layer_visits, head_visit]
-    return Structure([v for v in ordered if v.unit.weights and v.modules], spine)
+    def join_tied(self) -> None:
+        """Let a head that is tied to the embedding take all of the embedding's weights: one slot is theirs alone."""
+        if self._tied.modules:
+            self._head.unit.weights += self._embedding.unit.weights
+            self._tied.modules += self._embedding.modules
+            self._embedding.unit.weights = []
+
+
+def find_units(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> list[FoundUnit]:
+    """Return the units, for who only reads weights, in any order; where no layers are found, each weight is one."""
+    try:
+        return find_structure(model, is_base).units
+    except CheckpointError:
+        return [FoundUnit(weight.name, LAYER, [weight]) for weight in _find_weights(model, is_base)]
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
@@ -158,12 +207,17 @@ def _find_weights(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> 
             if parameter is None or not is_base(parameter):
                 continue
             if parameter not in found:
-                name = parameter.full_name if isinstance(parameter, Placeholder) else _base_name(path, attribute)
+                name = parameter.full_name if isinstance(parameter, Placeholder) else _base_name(f"{path}.{attribute}")
                 found[parameter] = FoundWeight(name, parameter)
             found[parameter].owners.append(Owner(module, attribute))
     return list(found.values())
 
 
-def _base_name(path: str, attribute: str) -> str:
-    """Return a weight's name in the base model, without what PEFT's wrappers add."""
-    return f"{path.removeprefix('base_model.model.')}.{attribute}".replace(".base_layer.", ".")
+def _base_name(path: str) -> str:
+    """Return a name in the base model, without what PEFT's wrappers add."""
+    return path.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _paths_above(path: str) -> set[str]:
+    """Return the paths of the modules that hold the one at `path`."""
+    return {"", *(path[:i] for i, char in enumerate(path) if char == ".")}

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from .. import dist
+from ..model.stacks import name_units
 from ..placement import PlacementOptions
 from .choose import Plan, agree_on_plan, make_plan
 from .costs import Workload
@@ -30,9 +31,9 @@ class BaseModel:
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
-    def build(self) -> PeftModel:
+    def build(self, unit_paths: Sequence[str] | None = None) -> PeftModel:
         """Return the model with its adapter on the meta device, from its config alone."""
-        return build_meta_model(
+        model = build_meta_model(
             self.model_name_or_path,
             self.lora,
             self.dtype,
@@ -40,6 +41,8 @@ class BaseModel:
             trust_remote_code=self.trust_remote_code,
             attn_implementation=self.attn_implementation,
         )
+        name_units(model, unit_paths)
+        return model
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,12 @@ def plan_training(
         UserError: the model cannot be found or planned.
     """
     options = options or PlacementOptions()
-    model = base.build()
+    model = base.build(options.unit_paths)
     size = measure_model(model)
     microbatch = training.microbatch
     saved_activations = None
     if microbatch.checkpointing is not None and options.activation_checkpointing_layers != "all":
-        saved_activations = trace(base.build(), replace(microbatch, checkpointing=None))
+        saved_activations = trace(base.build(options.unit_paths), replace(microbatch, checkpointing=None))
     workload = Workload(
         activations=trace(model, microbatch),
         microbatch_tokens=microbatch.num_tokens,
@@ -90,9 +93,7 @@ def plan_training(
     return make_plan(size, workload, cluster, options, [*notes, difference] if difference else notes)
 
 
-def plan_here(
-    base: BaseModel, training: Training, device: torch.device, ranks_per_node: int, options: PlacementOptions
-) -> Plan:
+def plan_here(base: BaseModel, training: Training, device: torch.device, options: PlacementOptions) -> Plan:
     """Return one plan on all ranks, for the memory that is free and the speeds that are measured on them.
 
     Raises:
@@ -100,6 +101,7 @@ def plan_here(
 
     Ranks: collective over all ranks.
     """
+    ranks_per_node = dist.find_node_size() or dist.get_world_size()
     num_nodes = dist.get_world_size() // ranks_per_node
     host_bytes = min(dist.gather_objects(psutil.virtual_memory().available))
     cluster = Cluster(probe(device, base.dtype), ranks_per_node, num_nodes, 0, host_bytes)

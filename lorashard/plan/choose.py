@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import dist
 from ..errors import ConfigError, UserError
-from ..placement import PlacementOptions, ResolvedPlacement, check_group_size, check_num_layers
+from ..placement import PlacementOptions, ResolvedPlacement, check_group_size, check_num_layers, choose_group_size
 from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
 from .hardware import Cluster
 from .size import ModelSize
@@ -82,6 +82,13 @@ def make_plan(
     wanted = options.combine()["placement"]
     allowed = [index for index, placement in enumerate(candidates) if wanted in ("auto", placement.placement)]
     fitting = [index for index in allowed if rows[index].fits]
+    # What the network carries is a guess, and others may want it: no base crosses it that fits inside the nodes.
+    at_home = {candidates[index].placement for index in fitting if not _crosses_nodes(candidates[index], cluster)}
+    fitting = [
+        index
+        for index in fitting
+        if candidates[index].placement not in at_home or not _crosses_nodes(candidates[index], cluster)
+    ]
     chosen = None
     for index in fitting:
         if chosen is None or rows[index].tokens_per_s > rows[chosen].tokens_per_s * (1 + _TIE):
@@ -153,15 +160,15 @@ def _candidates(
             options.prefetch,
             options.layer_microbatch_size,
             "all" if recomputed == "auto" else recomputed,
+            options.unit_paths,
         )
 
     check_num_layers("resident_layers", asked_layers, len(size.layers))
     check_num_layers("activation_checkpointing_layers", options.activation_checkpointing_layers, len(size.layers))
-    if asked_size is not None:
-        groups = [on_node if asked_size == "node" else asked_size]
-        check_group_size(groups[0], everyone)
-    else:
-        groups = [everyone, on_node] if cluster.num_nodes > 1 < on_node else [everyone]
+    groups = [choose_group_size(asked_size, everyone, on_node)]
+    check_group_size(groups[0], everyone)
+    if asked_size is None and groups[0] < everyone:
+        groups.append(everyone)  # through the network, if a node cannot hold the base
     streaming = [make("shard", group) for group in groups if everyone > 1]
     if not is_cpu or meant["placement"] == "host":  # on a CPU the host's memory is the device's
         streaming += [make("host", group) for group in groups]
@@ -177,6 +184,10 @@ def _candidates(
             resident = fit_resident_layers(size, workload, cluster, placement)
             if resident is not None:
                 yield resident
+
+
+def _crosses_nodes(placement: ResolvedPlacement, cluster: Cluster) -> bool:
+    return placement.group_size > cluster.ranks_per_node
 
 
 def _explain(rows: Sequence[Row], allowed: Sequence[int], chosen: int | None, cluster: Cluster) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 
 from ..engine.slots import plan_slots
 from ..model.homes import choose_resident
+from ..model.units import EMBEDDING, LAYER, TOWER, WHOLE, size_class
 from ..placement import ResolvedPlacement
 from .activations import Activations, recompute_some
 from .hardware import Cluster, Hardware
 from .simulate import Stop, Traffic, Transfer, simulate
-from .size import EMBEDDING, LAYER, ModelSize, UnitSize
+from .size import ModelSize, UnitSize
 from .tracker import Work
 
 # Bytes of optimizer state for each trained parameter, where they are not two numbers of float32.
@@ -246,7 +247,7 @@ def _place(size: ModelSize, cluster: Cluster, placement: ResolvedPlacement) -> _
         is_whole[index] = is_resident or is_mapped or (at_home in ("replicate", "shard") and num_shards == 1)
         if not is_whole[index]:
             layout = replace(unit.layout, num_shards=num_shards)
-            moving.append(SimpleNamespace(size_class=_size_class(unit), layout=layout))
+            moving.append(SimpleNamespace(size_class=size_class(unit.kind), layout=layout))
     slots = plan_slots(moving, num_layer_slots=2 + placement.prefetch)
     return _Memory(
         rest_bytes=rest_bytes,
@@ -271,6 +272,8 @@ def _run(
         if kind == LAYER:
             forward, backward = next(layers)
             stops.append(Stop(index, compute_seconds(forward, hardware), compute_seconds(backward, hardware)))
+        elif kind in (TOWER, WHOLE):  # a row is planned as text alone
+            continue
         elif kind == EMBEDDING:
             stops.append(Stop(index, 0.0, None))
         else:
@@ -284,14 +287,14 @@ def _run(
 
 def _plan_transfer(unit: UnitSize, num_shards: int, cluster: Cluster, placement: ResolvedPlacement) -> Transfer:
     hardware = cluster.hardware
-    size_class = _size_class(unit)
+    slots = size_class(unit.kind)
     if placement.placement == "file":
         num_bytes = unit.layout.used_bytes
-        return Transfer(size_class, num_bytes / hardware.file_bytes_per_s, 0, num_bytes)
+        return Transfer(slots, num_bytes / hardware.file_bytes_per_s, 0, num_bytes)
     gathered_bytes = unit.total_bytes(num_shards) if num_shards > 1 else 0
     seconds = gather_seconds(gathered_bytes, num_shards, cluster) if num_shards > 1 else 0.0
     copied_bytes = unit.shard_bytes(num_shards) if placement.placement == "host" else 0
-    return Transfer(size_class, seconds + copied_bytes / hardware.host_bytes_per_s, gathered_bytes, copied_bytes)
+    return Transfer(slots, seconds + copied_bytes / hardware.host_bytes_per_s, gathered_bytes, copied_bytes)
 
 
 def _finish_step_s(size: ModelSize, workload: Workload, activations: Activations, cluster: Cluster) -> float:
@@ -307,10 +310,6 @@ def _finish_step_s(size: ModelSize, workload: Workload, activations: Activations
     last_s = 2 * gather_seconds(min(size.adapter_bytes, _LAST_BUCKET_BYTES), cluster.num_ranks, cluster)
     hidden_s = sum(compute_seconds(work, hardware) for work in activations.backward)
     return update_s + (max(last_s, reduce_s - hidden_s) if hardware.is_overlapping else reduce_s)
-
-
-def _size_class(unit: UnitSize) -> str:
-    return LAYER if unit.kind == LAYER else "vocabulary"
 
 
 def _gib(num_bytes: int) -> str:

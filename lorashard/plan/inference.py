@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedConfig
 
 from .. import dist
-from ..placement import PlacementOptions, ResolvedPlacement, resolve_placement
+from ..placement import PlacementOptions, ResolvedPlacement, choose_group_size, resolve_placement
 from .auto import BaseModel
 from .probe import measure_free_bytes
 from .size import ModelSize, measure_model
@@ -24,7 +26,7 @@ def plan_inference(
 
     Ranks: collective over all ranks.
     """
-    model = base.build()
+    model = base.build(options.unit_paths)
     env = dist.read_launcher_env()
     world_size = dist.get_world_size()
     free_bytes = measure_free_bytes(device, (env and env.local_world_size) or world_size)
@@ -70,9 +72,12 @@ def place_for_inference(
     """
     spare_bytes = free_bytes - reserve_bytes - size.adapter_bytes - _HEADROOM_BYTES
     if options.combine()["placement"] == "auto":
-        chosen = _choose(size, device_type, spare_bytes, world_size)
-        if chosen in ("replicate", "file"):
-            options = options.model_copy(update={"shard_group_size": None})
+        groups = [choose_group_size(options.combine()["shard_group_size"], world_size, node_size)]
+        if options.combine()["shard_group_size"] is None:
+            groups.append(world_size)  # through the network, if a node cannot hold the base
+        chosen, group_size = _choose(size, device_type, spare_bytes, groups)
+        if chosen in ("replicate", "file") or group_size != groups[0]:
+            options = options.model_copy(update={"shard_group_size": group_size})
         options = options.model_copy(update={"placement": chosen})
     if options.combine()["resident_layers"] == "auto" and options.combine()["placement"] != "replicate":
         group_size = resolve_placement(options, world_size, node_size).group_size
@@ -83,13 +88,17 @@ def place_for_inference(
     return resolve_placement(options, world_size, node_size)
 
 
-def _choose(size: ModelSize, device_type: str, spare_bytes: int, world_size: int) -> str:
+def _choose(size: ModelSize, device_type: str, spare_bytes: int, groups: Sequence[int]) -> tuple[str, int | None]:
+    """Return a placement, and the first of `groups` that it fits, if it shards."""
     if device_type == "cpu":
-        return "file"
+        return "file", None
     if size.base_bytes <= spare_bytes:
-        return "replicate"
-    fits_sharded = sum(unit.shard_bytes(world_size) for unit in size.units) + _slot_bytes(size, 1) <= spare_bytes
-    return "shard" if world_size > 1 and fits_sharded else "file"
+        return "replicate", None
+    for group_size in groups:
+        shard_bytes = sum(unit.shard_bytes(group_size) for unit in size.units)
+        if group_size > 1 and shard_bytes + _slot_bytes(size, 1) <= spare_bytes:
+            return "shard", group_size
+    return "file", None
 
 
 def _count_resident(size: ModelSize, spare_bytes: int, group_size: int, is_in_memory: bool, prefetch: int) -> int:

@@ -54,7 +54,7 @@ def probe(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -
     key = _describe_machine(device, dtype)
     known: _Values | None = dist.broadcast_object(_read_cache(cache).get(key))
     if known is None:
-        measured = dist.gather_objects(asdict(_measure(device, dtype)))
+        measured = dist.gather_objects(asdict(measure_speeds(device, dtype)))
         known = {name: _least([one[name] for one in measured]) for name in measured[0]}
         if dist.get_rank() == 0:
             _write_cache(cache, key, known)
@@ -70,7 +70,11 @@ def measure_free_bytes(device: torch.device, ranks_per_node: int) -> int:
     return psutil.virtual_memory().available // ranks_per_node
 
 
-def _measure(device: torch.device, dtype: torch.dtype) -> Speeds:
+def measure_speeds(device: torch.device, dtype: torch.dtype) -> Speeds:
+    """Return how fast this rank's device, its memory and its links are now.
+
+    Ranks: collective over all ranks.
+    """
     width, num_bytes = _MATMUL_WIDTH[device.type], _COPY_BYTES[device.type]
     left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
     matmul_s = _time(lambda: torch.mm(left, right), device)
@@ -93,13 +97,16 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Speeds:
 
 
 def _measure_peers(device: torch.device, num_bytes: int) -> float | None:
-    """Return what a rank receives each second in a gather, or in copies between two GPUs where there is one process.
+    """Return what a rank receives each second in a gather inside its node, or in copies between two GPUs where there is
+    one process.
 
     Ranks: collective over all ranks.
     """
-    size = dist.get_world_size()
+    world_size = dist.get_world_size()
+    size = dist.find_node_size() or world_size
     if size > 1:
-        group = dist.ShardGroup(dist.get_rank(), size)  # the default group: it is there already
+        # The default group is there already.
+        group = dist.ShardGroup(dist.get_rank(), size) if size == world_size else dist.ShardGroup.of_size(size)
         shard = torch.ones(num_bytes // 4 // size, dtype=torch.uint8, device=device)
         whole = torch.empty(shard.numel() * size, dtype=torch.uint8, device=device)
         # As often on each rank.

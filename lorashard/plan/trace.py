@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import ConfigError
 from ..model.layer_major import split_layers
-from ..model.units import find_decoder_stack
+from ..model.stacks import find_decoder_stack
 from .activations import Activations
 from .fused_head import fused_loss
 from .tracker import Tracker, Work
@@ -38,7 +38,8 @@ class Microbatch:
         num_rows: sequences.
         row_tokens: tokens of each, padding included.
         has_mask: whether attention needs a mask: padded rows, or packed ones without flash attention.
-        loss: `model` is the model's own, from whole logits; `fused` that of TRL's trainers, a tile of logits at a time.
+        loss: `model` is the model's own, from whole logits; `fused` that of TRL's trainers, a tile of logits at a time;
+            `score` that of a classifier, whose head gives few numbers a row.
         is_autocast: whether a trainer computes under autocast, in the base's dtype.
         checkpointing: transformers' options for activation checkpointing, or None where it is off.
         is_offloading: whether what layers save for backward waits in host memory.
@@ -49,7 +50,7 @@ class Microbatch:
     row_tokens: int
     device_type: str = "cuda"
     has_mask: bool = False
-    loss: Literal["model", "fused"] = "fused"
+    loss: Literal["model", "fused", "score"] = "fused"
     is_autocast: bool = True
     checkpointing: dict[str, Any] | None = field(default_factory=dict)
     is_offloading: bool = False
@@ -210,6 +211,9 @@ def _compute_loss(model: PeftModel, batch: dict[str, torch.Tensor], microbatch: 
             hidden = base.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
             head = base.get_output_embeddings()
             return fused_loss(hidden, head.weight, batch["labels"], microbatch.device_type)
+        if microbatch.loss == "score":
+            base.config.get_text_config().pad_token_id = 0  # told before it trains; rows end before their padding
+            return base(input_ids=batch["input_ids"], use_cache=False).logits.float().sum()
         output = model(**batch, use_cache=False)
     if is_autocast:
         output.logits.float()  # accelerate hands outputs on in fp32

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from .. import api, dist
@@ -17,8 +17,8 @@ from ..model.checkpoint import resolve_folder
 from ..model.checkpointing import checkpoint_some
 from ..model.first_layers import first_layers
 from ..model.layer_major import split_layers
-from ..model.loading import load_sharded
-from ..model.units import find_decoder_stack
+from ..model.loading import choose_auto_class, load_sharded
+from ..model.stacks import find_layers, name_units
 from ..output import say
 from ..placement import ResolvedPlacement, read_placement, resolve_placement
 from ..plan.auto import BaseModel
@@ -120,7 +120,8 @@ def _run_plain(
 ) -> tuple[Gradients, Gradients]:
     """Return the gradients of transformers' own model with PEFT's own adapter, of two runs."""
     with _quiet_transformers():  # which would list every tensor of the layers that are left out
-        base = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        base = choose_auto_class(config, TaskType.CAUSAL_LM).from_pretrained(
             folder,
             dtype=getattr(torch, options.dtype),
             trust_remote_code=options.trust_remote_code,
@@ -162,8 +163,9 @@ def _run_sharded(
 
 def _prepare(model: PeftModel, placement: ResolvedPlacement) -> None:
     """Give the adapter its seeded values, and train as `finetune` would: activation checkpointing on."""
+    name_units(model, placement.unit_paths)
     if placement.layer_microbatch_size is not None:
-        split_layers(list(find_decoder_stack(model)[1]), placement.layer_microbatch_size)
+        split_layers(find_layers(model), placement.layer_microbatch_size)
     if placement.activation_checkpointing_layers != "all":
         checkpoint_some(model, placement.activation_checkpointing_layers)
     generator = torch.Generator().manual_seed(_SEED)

@@ -62,10 +62,10 @@ def _fit(
     env = dist.read_launcher_env()
     ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
     ranks_on_device = ranks_per_node if device_type == "cpu" else 1
-    size = measure_model(base.build())
+    size = measure_model(base.build(placement.unit_paths))
     note = None
     try:
-        activation_bytes = trace(base.build(), microbatch).peak_bytes
+        activation_bytes = trace(base.build(placement.unit_paths), microbatch).peak_bytes
     except ConfigError as error:
         activation_bytes, note = 0, f"activations could not be foreseen: {error}"
     beside_bytes = activation_bytes + 2 * size.adapter_bytes  # each adapter parameter has a gradient

@@ -22,7 +22,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import lorashard
 from lorashard.model.layer_major import split_layers
-from lorashard.model.units import find_decoder_stack
+from lorashard.model.stacks import find_decoder_stack
 
 FAMILIES = ("llama", "llama-tied")
 # Returns what surrounds a training step.

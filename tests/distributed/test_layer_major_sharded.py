@@ -29,7 +29,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import lorashard
 from lorashard.model.layer_major import split_layers
-from lorashard.model.units import find_decoder_stack
+from lorashard.model.stacks import find_decoder_stack
 
 CHECKPOINTING = ("off", "non-reentrant", "reentrant")
 

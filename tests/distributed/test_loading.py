@@ -145,6 +145,35 @@ def test_a_sequence_classifier_loads_from_a_causal_lm(tmp_path):
     assert run_ranks(check_reward, 2, save_base(tmp_path, "llama")) == [[], []]
 
 
+def check_one_label(rank: int, folder: str, adapter: str) -> tuple[list[str], int, bool]:
+    config = lambda: LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")  # noqa: E731
+    with pytest.raises(ConfigError, match="num_labels .* CAUSAL_LM"):
+        lorashard.load(folder, LoraConfig(task_type="CAUSAL_LM"), num_labels=1)
+    torch.manual_seed(8)
+    plain = get_peft_model(
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.bfloat16), config()
+    )
+    torch.manual_seed(8)
+    model = lorashard.load(folder, config(), "shard", resident_layers=0, num_labels=1)
+    trained = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in (model, plain)]
+    differences = find_differences(*trained)
+    with torch.no_grad():
+        model.get_parameter("base_model.model.score.modules_to_save.default.weight").add_(1)
+    if rank == 0:
+        model.save_pretrained(adapter)
+    torch.distributed.barrier()
+    loaded = lorashard.load_adapter(adapter, placement="shard", resident_layers=0)
+    ids = make_batch()["input_ids"]
+    is_same = torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    return differences, loaded.config.num_labels, is_same
+
+
+def test_a_reward_model_has_one_output(tmp_path):
+    """Catches a head of two labels, one made from other random numbers, and a saved one that finds no place."""
+    folder = save_base(tmp_path, "llama")
+    assert run_ranks(check_one_label, 2, folder, str(tmp_path / "adapter")) == [([], 1, True)] * 2
+
+
 def check_bytes(rank: int, folder: str) -> tuple[int, int, int]:
     opened = []
     plain_open = Checkpoint.open

@@ -245,7 +245,7 @@ def check_here(rank: int, folder: str, home: str) -> tuple[str, str]:
     Path.home = classmethod(lambda cls: Path(home))  # type: ignore[method-assign, assignment]
     base = BaseModel(folder, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), torch.float32)
     training = Training(Microbatch(1, 16, "cpu"))
-    plan = plan_here(base, training, torch.device("cpu"), 2, PlacementOptions())
+    plan = plan_here(base, training, torch.device("cpu"), PlacementOptions())
     return plan.choice.placement.placement, plan.reason
 
 

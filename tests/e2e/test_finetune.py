@@ -72,10 +72,10 @@ def make_options(task: Path, out: str, **options) -> list[str]:
     return [word for key, value in (values | options).items() for word in (f"--{key}", str(value))]
 
 
-def run(command: list[str], task: Path, **environment: str) -> subprocess.CompletedProcess:
+def run(command: list[str], task: Path, timeout_s: float = 110, **environment: str) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
 
 
 def train(task: Path, out: str, **options) -> list[float]:
@@ -290,3 +290,26 @@ def test_a_mistake_costs_the_run_that_was_to_be_overwritten_nothing(task):
     result = run([*LORASHARD, "finetune", *options, "--overwrite_output_dir"], task)
     assert result.returncode == 2 and "broken.jsonl" in result.stderr
     assert (task / "kept" / "adapter_model.safetensors").exists() and len(read_losses(task / "kept")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_layers_train_the_same_adapter(task, two_ranks):
+    """Catches the switch handed to the trainer, and a compiled layer that computes something else or renames keys."""
+    options = make_options(task, "compiled", cpu=2, torch_compile="true", torch_compile_backend="aot_eager")
+    result = run([*LORASHARD, "finetune", *options], task, timeout_s=290)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert read_losses(task / "compiled") == read_losses(two_ranks)
+    compiled, plain = (load_file(task / out / "adapter_model.safetensors") for out in ("compiled", "two_ranks"))
+    assert compiled.keys() == plain.keys()
+    assert all(torch.equal(compiled[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+def test_an_attention_that_is_not_there_is_a_mistake_in_the_options(task):
+    """Catches a traceback on each rank, and the exit code of a crash."""
+    options = make_options(task, "attention", cpu=2, attn_implementation="fastest")
+    result = run([*LORASHARD, "finetune", *options], task)
+    assert result.returncode == 2, result.stderr
+    assert "attn_implementation: fastest: " in result.stderr
+    assert "Traceback" not in result.stderr

@@ -319,7 +319,7 @@ def test_python_code_takes_the_same_names() -> None:
 def test_old_transformers_gets_its_own_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `activation_checkpointing` handed to a transformers that has only the old name."""
     known = {name: option for name, option in read_trainer_options().items() if not name.startswith("activation_check")}
-    monkeypatch.setattr("lorashard.config.read_trainer_options", lambda: known)
+    monkeypatch.setattr("lorashard.config.read_trainer_options", lambda *_: known)
     options = resolve("--activation_checkpointing", "--activation_checkpointing_kwargs", "{a: 1}").trainer_options
 
     assert options["gradient_checkpointing"] is True
@@ -356,4 +356,23 @@ def test_offloading_needs_a_gpu(option):
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
     with pytest.raises(ConfigError, match="moves activations from a GPU"):
+        build_arguments(config, use_cpu=True)
+
+
+def test_torch_compile_is_lorashards_own():
+    """Catches the trainer's switch, which compiles whole models, and a backend or mode that is given and dropped."""
+    options = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o"}
+    assert RunConfig(**options).compile_options() is False
+    assert RunConfig(**options, torch_compile=True).compile_options() is True
+    config = RunConfig(**options, torch_compile_backend="inductor", torch_compile_mode="default")
+    assert config.compile_options() == {"backend": "inductor", "mode": "default"}
+    assert not [name for name in config.trainer_options if "compile" in name]
+
+
+def test_liger_needs_a_gpu():
+    """Catches a failure inside a kernel in the first step, after the model has been loaded."""
+    from lorashard.train import build_arguments
+
+    config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", use_liger_kernel=True)
+    with pytest.raises(ConfigError, match="run on GPUs"):
         build_arguments(config, use_cpu=True)

@@ -37,7 +37,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from lorashard.errors import ConfigError
 from lorashard.model.cuts import RowCut, SequenceCut, find_mask_starts, find_position_starts
 from lorashard.model.layer_major import split_layers
-from lorashard.model.units import find_decoder_stack
+from lorashard.model.stacks import find_decoder_stack
 
 NUM_LAYERS = 3
 CHECKPOINTING = ("off", "non-reentrant", "reentrant")

@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from lorashard.errors import ConfigError
 from lorashard.model.layer_major import split_layers
-from lorashard.model.units import find_decoder_stack
+from lorashard.model.stacks import find_decoder_stack
 from lorashard.plan.trace import Microbatch, trace
 from lorashard.plan.tracker import Tracker
 

@@ -165,6 +165,20 @@ def test_between_nodes_the_base_stays_inside_them():
     assert flat.wait_s > hybrid.wait_s
 
 
+def test_a_network_is_used_only_where_a_node_cannot_hold_the_base():
+    """Catches a base on the network for what is guessed to be a little faster, and one that would have fitted."""
+    links = {"network_bytes_per_s": 1e12, "host_bytes_per_s": 2e8, "file_bytes_per_s": 2e8}
+    quick = make_activations(layer_s=0.001)
+    for free_bytes, options, expected in (
+        (9 * GIB, {"placement": "shard"}, "shard, shard_group_size 2, resident_layers 1"),
+        (9 * GIB, {"placement": "shard", "shard_group_size": "all"}, "shard, resident_layers 4"),
+        (6 * GIB, {}, "shard"),
+        (5 * GIB, {}, "host, shard_group_size 2"),
+    ):
+        cluster = make_cluster(2, nodes=4, free_bytes=free_bytes, **links)
+        assert name_choice(plan(activations=quick, cluster=cluster, **options), cluster) == expected
+
+
 def test_more_tokens_hide_the_transfer():
     """Catches times that are added where they overlap: streaming from the host pays with enough tokens."""
     cluster = make_cluster(1, free_bytes=7 * GIB)

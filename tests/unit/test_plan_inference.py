@@ -82,6 +82,15 @@ def test_ranks_that_cannot_hold_shards_read_files():
     assert place(FIXED_BYTES + SLOT_BYTES, 2).placement == "file"
 
 
+def test_shards_stay_inside_a_node_that_holds_them():
+    """Catches a base that crosses the network for each token, and one that is read from files though nodes could."""
+    for free_bytes, group_size in ((BASE_BYTES // 2 + SLOT_BYTES, 2), (BASE_BYTES // 4 + SLOT_BYTES, 4)):
+        placed = place_for_inference(
+            PlacementOptions(), make_size(), "cuda", FIXED_BYTES + free_bytes, RESERVE_BYTES, 4, 2
+        )
+        assert (placed.placement, placed.group_size) == ("shard", group_size)
+
+
 def test_cpus_share_the_files_own_pages():
     """Catches a CPU that copies a base which is mapped already."""
     for free_bytes in (FIXED_BYTES, FIXED_BYTES + BASE_BYTES):

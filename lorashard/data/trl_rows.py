@@ -1,0 +1,173 @@
+"""Rows in the formats that TRL's own trainers take: checked one by one, and handed on as they are.
+
+A column is a text, or a conversation: a list of messages with role and content. All columns of a dataset are of one
+kind. `label` is true or false, log-probabilities and margins are numbers. TRL formats, tokenises and cuts the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import pyarrow as pa
+
+from ..errors import DataError
+from ..methods import Method
+from .formats import ROLES
+from .sources import BadRow, Source, name_type
+
+_BATCH_ROWS = 256
+_TEXTS = ("prompt", "chosen", "rejected", "completion")
+_NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
+
+
+@dataclass(frozen=True)
+class TrlFormat:
+    """A set of columns that a trainer takes, and whether they hold conversations.
+
+    Where `has_implicit_prompt`, the trainer takes what chosen and rejected begin with alike for the prompt.
+    """
+
+    columns: tuple[str, ...]
+    is_chat: bool
+    optional_columns: tuple[str, ...] | None
+    has_implicit_prompt: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        return f"{', '.join(self.columns)} ({'conversations' if self.is_chat else 'texts'})"
+
+    def check(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what the trainer reads of a row.
+
+        Raises:
+            BadRow: A column is missing, or is not what it should be.
+        """
+        for column in self.columns:
+            self._check_column(row, column)
+        if self.has_implicit_prompt and row["chosen"][0] != row["rejected"][0]:
+            raise BadRow(
+                "no prompt",
+                "`chosen` and `rejected` begin with nothing alike, which would be the prompt: give `prompt`",
+            )
+        if self.optional_columns is None:
+            return row
+        kept = {column: row[column] for column in self.columns}
+        for column in self.optional_columns:
+            if row.get(column) is not None:
+                kept[column] = row[column]
+                if column in _NUMBERS and (isinstance(row[column], bool) or not isinstance(row[column], int | float)):
+                    raise BadRow("wrong type", f"`{column}` must be a number, found {name_type(row[column])}")
+        return kept
+
+    def _check_column(self, row: dict[str, Any], column: str) -> None:
+        value = row.get(column)
+        if value is None:
+            is_null = column in row
+            problem = ("null field", "is null") if is_null else ("missing field", "is missing")
+            raise BadRow(problem[0], f"`{column}` {problem[1]}")
+        if column == "label":
+            if not isinstance(value, bool):
+                raise BadRow("wrong type", f"`label` must be true or false, found {name_type(value)}")
+        elif self.is_chat:
+            _check_messages(value, column)
+        elif not isinstance(value, str):
+            raise BadRow("wrong type", f"`{column}` must be a string, found {name_type(value)}")
+        elif not value.strip():
+            raise BadRow("empty field", f"`{column}` is empty")
+
+
+def open_rows(
+    source: Source, method: Method, has_chat_template: bool, max_samples: int | None
+) -> tuple[TrlFormat, Iterator[tuple[str, dict[str, Any] | BadRow]]]:
+    """Recognise the columns by the first rows; return them, and every row with its place, checked.
+
+    Raises:
+        DataError: There are no rows, their columns are not those that the method takes, or they need a chat template.
+    """
+    rows = islice(source.read(), max_samples)
+    first = list(islice(rows, _BATCH_ROWS))
+    good = [row.value for row in first if isinstance(row.value, dict)]
+    if not good:
+        problem = f": {first[0].place}: {first[0].value}" if first else ""
+        raise DataError(f"dataset {source.name!r} holds no row that can be read{problem}")
+    try:
+        found = find_format(good, method, has_chat_template)
+    except DataError as error:
+        raise DataError(f"dataset {source.name!r}: {error}") from error
+
+    def check() -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+        for row in chain(first, rows):
+            try:
+                if isinstance(row.value, BadRow):
+                    raise row.value
+                yield row.place, found.check(row.value)
+            except BadRow as problem:
+                yield row.place, problem
+
+    return found, check()
+
+
+def find_format(rows: Sequence[dict[str, Any]], method: Method, has_chat_template: bool) -> TrlFormat:
+    """Return the first of the method's formats whose columns the rows have.
+
+    Raises:
+        DataError: There is none, or it needs a chat template and there is none.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    images = sorted({"image", "images"} & set(columns))
+    if images:
+        raise DataError(f"only text can be trained on, but the dataset has the column {images[0]!r}")
+    for wanted in method.formats:
+        if set(wanted) <= set(columns):
+            texts = [row.get(column) for row in rows for column in wanted if column in _TEXTS]
+            is_chat = any(isinstance(value, list) for value in texts)
+            if is_chat and not has_chat_template:
+                raise DataError(
+                    "it holds conversations, but the tokenizer has no chat template to write them: set "
+                    "chat_template_path to a .jinja file, or to a model whose template suits this one"
+                )
+            has_implicit_prompt = wanted == ("chosen", "rejected") and not method.is_classifier
+            return TrlFormat(wanted, is_chat, method.optional_columns, has_implicit_prompt)
+    expected = ", or ".join(" + ".join(wanted) for wanted in method.formats)
+    raise DataError(f"{method.name} needs the columns {expected}; found {', '.join(columns) or 'none'}")
+
+
+def find_schema(rows: Iterator[dict[str, Any]]) -> pa.Schema:
+    """Return the columns of all rows together, with types that hold the values of all.
+
+    Raises:
+        DataError: A column has values of types that do not go together.
+    """
+    schema = pa.schema([])
+    try:
+        while batch := list(islice(rows, _BATCH_ROWS)):
+            schema = pa.unify_schemas([schema, make_table(batch).schema], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(f"a column holds values of different types: {str(error).splitlines()[0]}") from error
+    return schema
+
+
+def make_table(rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> pa.Table:
+    """Return rows as a table; a column that a row has not is null there."""
+    names = schema.names if schema else dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names}, schema=schema)
+
+
+def _check_messages(value: Any, column: str) -> None:
+    if not isinstance(value, list):
+        raise BadRow("wrong type", f"`{column}` must be a list of messages, found {name_type(value)}")
+    if not value:
+        raise BadRow("empty field", f"`{column}` holds no message")
+    for number, message in enumerate(value, 1):
+        name = f"`{column}` message {number}"
+        if not isinstance(message, dict):
+            raise BadRow("wrong type", f"{name} must be an object with role and content, found {name_type(message)}")
+        if message.get("role") not in ROLES:
+            expected = ", ".join(ROLES)
+            raise BadRow("unknown role", f"{name} has the role {message.get('role')!r}, expected one of {expected}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BadRow("missing field", f"{name} has no content")

@@ -1,0 +1,169 @@
+"""What `method` chooses: TRL's trainer with its options, and what differs from one to the next. Imports no library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Supervised fine-tuning alone is tokenised here, before the ranks form a group; these options say how.
+_SFT_DATA = frozenset(
+    {
+        "dataset_text_field",
+        "max_length",
+        "truncation_mode",
+        "packing",
+        "packing_strategy",
+        "eval_packing",
+        "completion_only_loss",
+        "assistant_only_loss",
+        "shuffle_dataset",
+    }
+)
+_REWARDS = frozenset({"reward_funcs", "reward_model_name_or_path"})
+
+_PREFERENCE = ("chosen", "rejected")
+_UNPAIRED = ("prompt", "completion", "label")
+# What TRL's chat templates take beside the messages.
+_TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+
+_WHOLE_WEIGHTS = (
+    "it generates from a copy of the whole weights, and the base rests sharded: transformers generates here"
+)
+_PEFT_REFERENCE = "with PEFT the reference is an adapter as it was at first, and TRL has no model to synchronise"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: TRL's trainer and what lorashard has to know of it.
+
+    Attributes:
+        name: as `method` takes it.
+        learning_rate: ten times TRL's default, which is for whole models, as TRL's documentation advises for adapters.
+        metrics: what the trainer finds in an evaluation that may become better.
+        formats: sets of columns that the trainer takes, the first that a dataset has decides; none where lorashard
+            prepares the rows itself.
+        optional_columns: columns that the trainer reads where they are there; None hands it all.
+        rows_per_example: rows that go through the model for each of `per_device_train_batch_size`.
+        generates: whether the rows are prompts that it answers.
+        is_classifier: whether it trains a head that gives one number, in place of the LM head.
+        uncounted: what a plan does not count.
+        absent_options: options of lorashard that this method has no use for.
+        refused: TRL's options that cannot be chosen here, with the reason.
+        pinned: TRL's options whose one workable value is TRL's default, with the reason.
+    """
+
+    name: str
+    config_class: str
+    trainer_class: str
+    learning_rate: float
+    metrics: tuple[str, ...]
+    formats: tuple[tuple[str, ...], ...] = ()
+    optional_columns: tuple[str, ...] | None = _TEMPLATE_COLUMNS
+    rows_per_example: int = 1
+    generates: bool = False
+    is_classifier: bool = False
+    uncounted: str = ""
+    absent_options: frozenset[str] = _SFT_DATA | _REWARDS
+    refused: Mapping[str, str] = field(default_factory=dict)
+    pinned: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def task_type(self) -> str:
+        """PEFT's name of what the model does."""
+        return "SEQ_CLS" if self.is_classifier else "CAUSAL_LM"
+
+    @property
+    def is_prepared_here(self) -> bool:
+        """Whether lorashard tokenises the rows, rather than the trainer."""
+        return not self.formats
+
+    def has_metric(self, name: str) -> bool:
+        """Return whether an evaluation finds `name`; `rewards/...` may be named by the user's own functions."""
+        name = name.removeprefix("eval_")
+        return name in self.metrics or any(name.startswith(m[:-1]) for m in self.metrics if m.endswith("*"))
+
+
+_PAIR_METRICS = tuple(f"{what}/{which}" for what in ("rewards", "logps", "logits") for which in _PREFERENCE)
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "sft",
+            "SFTConfig",
+            "SFTTrainer",
+            learning_rate=2e-4,
+            metrics=("loss", "mean_token_accuracy", "entropy", "aux_loss"),
+            absent_options=_REWARDS,
+            refused={"dataset_num_proc": "lorashard prepares the data itself, once, before the ranks form a group"},
+        ),
+        Method(
+            "dpo",
+            "DPOConfig",
+            "DPOTrainer",
+            learning_rate=1e-5,
+            metrics=("loss", "rewards/accuracies", "rewards/margins", *_PAIR_METRICS)
+            + ("mean_token_accuracy", "entropy", "aux_loss"),
+            formats=(("prompt", *_PREFERENCE), _PREFERENCE),
+            optional_columns=(*_TEMPLATE_COLUMNS, "ref_chosen_logps", "ref_rejected_logps"),
+            rows_per_example=2,
+            uncounted="the forward pass of the reference in the step's time, and its adapter of the same size",
+            pinned={"sync_ref_model": (False, _PEFT_REFERENCE)},
+        ),
+        Method(
+            "kto",
+            "KTOConfig",
+            "KTOTrainer",
+            learning_rate=1e-5,
+            metrics=("loss", "kl", "rewards/margins", *_PAIR_METRICS, "entropy", "aux_loss"),
+            formats=(_UNPAIRED, ("prompt", *_PREFERENCE), _PREFERENCE),
+            optional_columns=(*_TEMPLATE_COLUMNS, "ref_logps", "ref_KL_logps"),
+            uncounted="the forward passes of the reference and of the mismatched pairs in the step's time, and the "
+            "reference's adapter of the same size",
+            pinned={"sync_ref_model": (False, _PEFT_REFERENCE)},
+        ),
+        Method(
+            "reward",
+            "RewardConfig",
+            "RewardTrainer",
+            learning_rate=1e-3,
+            metrics=("loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
+            formats=(("prompt", *_PREFERENCE), _PREFERENCE),
+            optional_columns=(*_TEMPLATE_COLUMNS, "margin"),
+            rows_per_example=2,
+            is_classifier=True,
+            absent_options=_SFT_DATA | _REWARDS | {"sample_prompts"},
+        ),
+        Method(
+            "grpo",
+            "GRPOConfig",
+            "GRPOTrainer",
+            learning_rate=1e-5,
+            metrics=("loss", "reward", "reward_std", "kl", "entropy", "rewards/*", "completions/*", "aux_loss"),
+            formats=(("prompt",),),
+            optional_columns=None,
+            generates=True,
+            uncounted="generation, neither its seconds nor its key-value cache, and a reward model",
+            absent_options=_SFT_DATA,
+            refused={
+                "ds3_gather_for_generation": "it is DeepSpeed's, and lorashard shards the base: choose with placement",
+                "transformers_continuous_batching_config": _WHOLE_WEIGHTS,
+            },
+            pinned={
+                "use_vllm": (False, _WHOLE_WEIGHTS),
+                "use_transformers_continuous_batching": (False, _WHOLE_WEIGHTS),
+                "use_transformers_paged": (False, _WHOLE_WEIGHTS),
+                "cast_lm_head_to_fp32": (False, "the base, its head included, computes in dtype: give dtype: float32"),
+                "sync_ref_model": (False, _PEFT_REFERENCE),
+            },
+        ),
+    )
+}
+
+
+def explain_refused(method: Method, name: str) -> str | None:
+    """Return why TRL's option `name` cannot be chosen with `method`, if it cannot."""
+    if name in method.refused:
+        return method.refused[name]
+    return f"use_vllm is not offered: {_WHOLE_WEIGHTS}" if name.startswith("vllm_") else None

@@ -1,0 +1,63 @@
+"""Adapters that are put on a model after its base has been sharded, by its user or by a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from .. import dist
+from ..engine import Engine
+from .adapters import find_adapter_tensors
+from .refusals import check_config, check_frozen
+from .sharding import ignore_base_in_ddp
+
+
+def share_adapters(model: PeftModel, known: list[torch.Tensor] | None = None) -> None:
+    """Give every rank the adapters of rank 0, all or those that are not among `known`.
+
+    Ranks: collective over all ranks.
+    """
+    known_ids = {id(tensor) for tensor in known or []}
+    tensors = [tensor.data for tensor in find_adapter_tensors(model) if id(tensor) not in known_ids]
+    dist.broadcast_(tensor for tensor in tensors if not tensor.is_meta)  # PEFT fills these from a file
+
+
+def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
+    """Let PEFT's `add_adapter`, `load_adapter` and `add_weighted_adapter` work on a sharded base, as on a whole one.
+
+    New weights equal rank 0's. Initialisations that read the base (DoRA, `modules_to_save`) gather what they read; one
+    that would rewrite it raises ConfigError.
+
+    Ranks: these calls are collective over all ranks.
+    """
+    model.add_adapter = partial(_add, model, engine, model.add_adapter)
+    if hasattr(model.base_model, "inject_adapter"):
+        model.base_model.inject_adapter = partial(_inject, engine, model.base_model.inject_adapter)
+
+
+def _add(
+    model: PeftModel,
+    engine: Engine,
+    original: Callable[..., None],
+    adapter_name: str,
+    peft_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    check_config(peft_config)
+    known = find_adapter_tensors(model)
+    with engine.readable():
+        original(adapter_name, peft_config, *args, **kwargs)
+    check_frozen(model)
+    share_adapters(model, known)
+    engine.add_trainable(model.parameters())
+    ignore_base_in_ddp(model, engine)
+
+
+def _inject(engine: Engine, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with engine.readable():
+        original(*args, **kwargs)

@@ -1,0 +1,121 @@
+"""Compile what a decoder layer computes, and nothing of what surrounds it.
+
+Note [Hooks outside, compute inside]
+    A layer's `forward` is compiled, not its call: gathers, slots and saved handles stay in the eager world, and to the
+    compiler a unit's weights are inputs like any others. So one graph serves all layers that are alike, wherever their
+    weights rest and in whatever slot they are. A module wrapped by torch.compile would rename the adapter's keys; here
+    no module changes.
+
+    transformers checkpoints a layer's `forward` too, by way of its class. The compiled one is that of a subclass, which
+    transformers wraps like any other: the checkpoint stays outside, and recomputes by the same compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import modeling_layers
+from transformers.cache_utils import Cache
+
+from ..errors import ConfigError
+
+_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+def read_compile_options(torch_compile: bool | Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """Return the arguments for torch.compile, or None where nothing is to be compiled.
+
+    Args:
+        torch_compile: whether to compile, or arguments of torch.compile, such as `{"mode": ..., "backend": ...}`.
+        device: what is compiled for.
+
+    Raises:
+        ConfigError: torch refuses them, or they need what is not there.
+    """
+    if torch_compile is False:
+        return None
+    options = {} if torch_compile is True else dict(torch_compile)
+    has_cuda_graphs = options.get("mode") in _CUDA_GRAPH_MODES or (options.get("options") or {}).get(
+        "triton.cudagraphs"
+    )
+    if has_cuda_graphs or options.get("backend") == "cudagraphs":
+        raise ConfigError(
+            f"torch_compile: {options} asks for CUDA graphs, which read weights at one address, and a sharded weight "
+            "comes into one slot or another: expected mode default or max-autotune-no-cudagraphs"
+        )
+    try:
+        torch.compile(_nothing, **options)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"torch_compile: {' '.join(str(error).split())}") from error
+    if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
+        _check_cpp_compiler()
+    return options
+
+
+def _nothing() -> None:
+    pass
+
+
+def _check_cpp_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ConfigError(
+            "torch_compile: torch's inductor needs a C++ compiler for the CPU and finds none: install g++, name one in "
+            "CXX, or leave torch_compile out"
+        ) from error
+
+
+def compile_layers(layers: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
+    """Compile the `forward` of each of `layers`, by subclasses that are otherwise the same classes.
+
+    Compilation itself happens in the first forwards. See [Hooks outside, compute inside].
+
+    Args:
+        options: arguments of torch.compile, from `read_compile_options`.
+
+    Raises:
+        ConfigError: a layer's forward has been replaced on the instance, which would leave the class's unused.
+    """
+    classes: dict[type, type] = {}
+    for layer in layers:
+        original = type(layer)
+        if "forward" in vars(layer):
+            raise ConfigError(
+                f"torch_compile: expected a {original.__name__} with its class's forward, found one that is replaced "
+                "already: leave torch_compile out, or whatever else wraps the layers"
+            )
+        if original not in classes:  # the compiler's guards tell classes apart: a shared one shares its graphs
+            classes[original] = _compile_class(original, options)
+        layer.__class__ = classes[original]
+
+
+def _compile_class(original: type[nn.Module], options: Mapping[str, Any]) -> type:
+    plain: Any = original.forward
+    while plain.__globals__ is vars(modeling_layers):  # what checkpoints it, which must stay outside
+        plain = plain.__wrapped__
+    compiled = torch.compile(plain, **options)
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Cache) for value in itertools.chain(args, kwargs.values())):
+            # A cache indexed by the layer's number, growing by each token, is another graph each time.
+            if torch.is_grad_enabled():
+                warnings.warn(
+                    "torch_compile: layers that fill a key-value cache run uncompiled; train with use_cache=False",
+                    stacklevel=2,
+                )
+            return plain(self, *args, **kwargs)
+        return compiled(self, *args, **kwargs)
+
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (original,), namespace)

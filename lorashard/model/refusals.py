@@ -1,0 +1,57 @@
+"""What PEFT offers and cannot work on a base that is shared and read-only, and why."""
+
+from __future__ import annotations
+
+from peft import PeftConfig, PeftModel
+
+from ..engine import Placeholder
+from ..errors import ConfigError
+from ..initialisation import explain_rewriting
+
+_KINDS = {
+    "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
+    "XLORA": "it runs the model a second time inside of its own forward, while units of the first are in use",
+}
+_OPTIONS = {
+    "kasa_config": "KaSA cuts singular values out of the base's weights, and lorashard reads the base as it is",
+    "arrow_config": "PEFT makes its router from adapters that are on the model already (create_arrow_model), and a new "
+    "model has none",
+}
+
+
+def check_config(config: PeftConfig, *, is_in_memory: bool = False) -> None:
+    """Refuse an adapter that cannot work, or that makes another base than the one in the files.
+
+    Args:
+        is_in_memory: the adapter is made already, and the base is what it has made of it.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind in _KINDS:
+        raise ConfigError(
+            f"peft_type: {kind} cannot work on a sharded base: {_KINDS[kind]}; choose another, such as LORA"
+        )
+    if is_in_memory:
+        return
+    for option, reason in _OPTIONS.items():
+        if getattr(config, option, None) is not None:
+            raise ConfigError(f"{option}: {reason}; leave it out, or give the finished PeftModel to lorashard.shard")
+    rewriting = explain_rewriting(getattr(config, "init_lora_weights", True))
+    if rewriting is not None:
+        raise ConfigError(rewriting)
+
+
+def check_frozen(model: PeftModel) -> None:
+    """Refuse an adapter that trains weights of the base itself.
+
+    Raises:
+        ConfigError: naming the first of them.
+    """
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and isinstance(p, Placeholder)]
+    if trained:
+        raise ConfigError(
+            f"the adapter would train weights of the base itself ({trained[0]}), which is shared read-only: leave out "
+            "PEFT's bias option, or name whole modules in modules_to_save"
+        )

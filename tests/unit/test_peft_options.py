@@ -1,0 +1,50 @@
+"""PEFT's options of `finetune`, as they reach LoraConfig, and the ones that are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+
+from lorashard.config import RunConfig
+from lorashard.errors import ConfigError
+
+REQUIRED = ["--model", "m", "--dataset", "d", "--output_dir", "o"]
+
+
+def read(*words: str, yaml: Path | None = None) -> RunConfig:
+    return RunConfig.resolve(yaml, [*REQUIRED, *words])
+
+
+def test_the_options_reach_peft(tmp_path):
+    """An option that is accepted and read by nobody trains something else than was asked for."""
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(
+        "lora_target_modules: [q_proj]\nlayers_to_transform: [2, 5]\nuse_rslora: true\n"
+        "lora_target_parameters: [mlp.experts.down_proj]\ninit_lora_weights: orthogonal\nloraplus_lr_ratio: 16\n"
+    )
+    words = ["--lora_target_modules", "q_proj,", "--layers_to_transform", "2,5", "--use_rslora", "--loraplus_lr_ratio"]
+    words += ["16", "--target_parameters", "mlp.experts.down_proj,", "--init_lora_weights", "orthogonal"]
+    for config in (read(yaml=yaml), read(*words)):
+        lora = LoraConfig(**config.lora_options())
+        assert (lora.target_modules, lora.layers_to_transform, lora.use_rslora) == ({"q_proj"}, [2, 5], True)
+        assert (lora.target_parameters, lora.init_lora_weights) == (["mlp.experts.down_proj"], "orthogonal")
+        assert config.loraplus_lr_ratio == 16.0
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--init_lora_weights", "pissa"], "rewrites the base"),
+        (["--init_lora_weights", "olora"], "rewrites the base"),
+        (["--init_lora_weights", "gausian"], "expected true, false, gaussian or orthogonal, found 'gausian'"),
+        (["--layers_to_transform", "3"], "lora_target_modules as a list of names"),
+        (["--loraplus_lr_ratio", "0.5"], "loraplus_lr_ratio"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(words, part):
+    """PEFT's own refusals come from each rank, after the data has been prepared."""
+    with pytest.raises(ConfigError) as caught:
+        read(*words)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
