@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .base_options import BaseOptions
 from .data.options import DataOptions
@@ -260,6 +260,12 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         """TRL's trainer and what belongs to it."""
         return METHODS[self.method]
 
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _name_one_module(cls, value: str | list[str]) -> str | list[str]:
+        """PEFT takes a text for a regular expression of whole paths, which a name alone never matches."""
+        return [value] if isinstance(value, str) and value.isidentifier() else value
+
     @model_validator(mode="after")
     def _check_adapter(self) -> RunConfig:
         reason = explain_rewriting(self.init_lora_weights)
@@ -272,7 +278,7 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         if self.layers_to_transform is not None and isinstance(self.lora_target_modules, str):
             raise ConfigError(
                 "layers_to_transform: PEFT needs lora_target_modules as a list of names with it, such as "
-                f"q_proj,v_proj, found '{self.lora_target_modules}'; for one name write q_proj and a comma"
+                f"q_proj,v_proj, found '{self.lora_target_modules}'"
             )
         return self
 

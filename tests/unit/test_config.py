@@ -116,6 +116,7 @@ def test_command_line_values_take_their_options_type(words: list[str], name: str
         (["--gpus", "2,"], "gpus", [2]),
         (["--lora_target_modules", "all-linear"], "lora_target_modules", "all-linear"),
         (["--lora_target_modules", "q_proj,v_proj"], "lora_target_modules", ["q_proj", "v_proj"]),
+        (["--lora_target_modules", "q_proj"], "lora_target_modules", ["q_proj"]),
         (["--lora_target_modules", r".*\.(q|v)_proj$"], "lora_target_modules", r".*\.(q|v)_proj$"),
         (["--lora_modules_to_save", "lm_head"], "lora_modules_to_save", ["lm_head"]),
         (["--eos_token", "\n"], "eos_token", "\n"),

@@ -24,7 +24,7 @@ def test_the_options_reach_peft(tmp_path):
         "lora_target_modules: [q_proj]\nlayers_to_transform: [2, 5]\nuse_rslora: true\n"
         "lora_target_parameters: [mlp.experts.down_proj]\ninit_lora_weights: orthogonal\nloraplus_lr_ratio: 16\n"
     )
-    words = ["--lora_target_modules", "q_proj,", "--layers_to_transform", "2,5", "--use_rslora", "--loraplus_lr_ratio"]
+    words = ["--lora_target_modules", "q_proj", "--layers_to_transform", "2,5", "--use_rslora", "--loraplus_lr_ratio"]
     words += ["16", "--target_parameters", "mlp.experts.down_proj,", "--init_lora_weights", "orthogonal"]
     for config in (read(yaml=yaml), read(*words)):
         lora = LoraConfig(**config.lora_options())
