@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 class Bf16Model(BaseModel):
     """A base whose adapter is in bf16 too, as the contenders train it."""
 
-    def build(self) -> PeftModel:
-        model = super().build()
+    def build(self, unit_paths: tuple[str, ...] | None = None) -> PeftModel:
+        model = super().build(unit_paths)
         for parameter in trainable_parameters(model):
             parameter.data = parameter.data.to(torch.bfloat16)
         return model

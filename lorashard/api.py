@@ -168,7 +168,8 @@ def load_adapter(
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit each other.
-        ConfigError: the adapter was trained on another base (unless `allow_base_mismatch`), or as for `load`.
+        ConfigError: the adapter was trained on another base (unless `allow_base_mismatch`), a prompt is to be trained
+            on, or as for `load`.
 
     Ranks: collective over all ranks.
     Memory: as for `load`.
@@ -177,7 +178,9 @@ def load_adapter(
     folder = find_adapter(adapter)
     config = read_config(folder)
     base, revision = find_base(folder, config, base, revision)
-    config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
+    if config.is_prompt_learning and is_trainable:
+        raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")
+    config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
     device = join_launch() if device is None else device
     compiling = read_compile_options(torch_compile, device)
     described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation)

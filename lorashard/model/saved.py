@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants, snapshot_download
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
@@ -18,6 +18,8 @@ from .identity import ADAPTER_NAME
 
 CONFIG_NAME = "adapter_config.json"
 _logger = logging.getLogger(__name__)
+# PEFT restores these by themselves, whole or not at all, after it has missed them.
+_PROMPT_NAMES = ("prompt_encoder.", "prompt_embeddings")
 _FILES = (CONFIG_NAME, "adapter_model.*", "*token*", "chat_template*", "*.jinja", "vocab*", "merges*", "special_*")
 
 
@@ -92,8 +94,17 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def count_labels(folder: Path) -> int | None:
-    """Return how many labels the classification head in an adapter's file tells apart; None if it holds no head."""
-    with safe_open(folder / ADAPTER_NAME, framework="pt") as opened:
+    """Return how many labels the classification head in an adapter's file tells apart; None if it holds no head.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = folder / ADAPTER_NAME
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
+    with opened:
         for name in ("score", "classifier"):
             key = f"base_model.model.{name}.weight"
             if key in opened.keys():  # noqa: SIM118
@@ -122,12 +133,13 @@ def restore(model: PeftModel, folder: Path) -> None:
             )
     try:
         result = set_peft_model_state_dict(model, tensors)
-    except RuntimeError as error:  # torch's, for shapes
+    except (RuntimeError, KeyError) as error:  # torch's for shapes, PEFT's for what a kind of adapter must have
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the adapter in {folder} does not fit its base: {reason}") from error
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    missing = sorted(name for name in result.missing_keys if name in trainable)
-    for fault, names in (("are missing", missing), ("have no place", sorted(result.unexpected_keys))):
+    missing = sorted(name for name in result.missing_keys if name in trainable and not name.startswith(_PROMPT_NAMES))
+    unexpected = sorted(name for name in result.unexpected_keys if not name.startswith(_PROMPT_NAMES))
+    for fault, names in (("are missing", missing), ("have no place", unexpected)):
         if names:
             raise CheckpointError(
                 f"the adapter in {folder} does not fit its base: {len(names)} tensors {fault}, such as '{names[0]}'; "

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import run_ranks
-from tiny import VOCAB_SIZE, add_lora, build_base
+from tiny import VOCAB_SIZE, add_lora, build_base, make_batch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lorashard
@@ -189,6 +189,24 @@ def test_embedding_of_another_base_in_the_adapter_is_refused(tmp_path):
         lorashard.load_adapter(tmp_path / "adapter", dtype=torch.float32)
 
 
+@pytest.mark.parametrize("config_class", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_saved_prompt_gives_plain_pefts_logits(tmp_path, config_class):
+    """PEFT restores a prompt by itself, after it has missed it; a prompt encoder is not in the file at all."""
+    base = _save_base(tmp_path / "base")
+    model = lorashard.load(base, config_class(num_virtual_tokens=3, task_type="CAUSAL_LM"), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter")
+    batch = make_batch(0)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    found = lorashard.load_adapter(tmp_path / "adapter", dtype=torch.float32)
+    assert torch.equal(found(**batch).logits, plain(**batch).logits)
+    with pytest.raises(ConfigError, match="is_trainable"):
+        lorashard.load_adapter(tmp_path / "adapter", is_trainable=True)
+
+
 @pytest.mark.parametrize("fault", ["missing", "incomplete", "shape", "config", "pointer", "target", "kind"])
 def test_broken_adapter_is_an_error_of_one_line(tmp_path, fault):
     """An adapter with missing tensors loads in plain PEFT, and answers as the base does."""
@@ -215,8 +233,8 @@ def test_broken_adapter_is_an_error_of_one_line(tmp_path, fault):
     with pytest.raises((CheckpointError, ConfigError)) as raised:
         lorashard.load_adapter(tmp_path / "adapter")
     assert "\n" not in str(raised.value)
-    expected = {"target": "query_key_value", "kind": "such as LoRA"}
-    assert expected.get(fault, str(tmp_path / "adapter")) in str(raised.value)
+    expected = "query_key_value" if fault == "target" else str(tmp_path / "adapter")
+    assert expected in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["/gone/base", "./models/gone", None])

@@ -70,8 +70,7 @@ def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch
 
 def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
     """Accelerate chooses Apple's GPU by itself, and Trainer would move the model there."""
-    monkeypatch.setattr(
-        api, "PartialState", lambda cpu: SimpleNamespace(num_processes=1, device=SimpleNamespace(type="mps"))
-    )
+    mps = SimpleNamespace(num_processes=1, device=SimpleNamespace(type="mps"), distributed_type="NO")
+    monkeypatch.setattr(api, "PartialState", lambda cpu: mps)
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU"):
         api.join_launch()
