@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,6 @@ class Engine:
         self,
         visits: Sequence[Visit],
         roots: Sequence[nn.Module],
-        trainable: Iterable[nn.Parameter],
         group: ShardGroup,
         device: torch.device,
         prefetch: int = 1,
@@ -100,8 +99,8 @@ class Engine:
         Args:
             visits: the static order of one forward.
             roots: the modules whose call is a whole pass: the outermost model and those inside it that are called
-                by themselves (`generate` calls the inner model).
-            trainable: the adapter's parameters; an optimizer that holds one of them marks the steps.
+                by themselves (`generate` calls the inner model). An optimizer that holds a parameter of the outermost
+                marks the steps.
             group: the ranks that the units are sharded over.
             device: where the slots are.
             prefetch: how many units ahead to gather; 0 gathers each unit when it is needed.
@@ -123,8 +122,7 @@ class Engine:
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
         self._hash = 0
-        self._trainable_ids: set[int] = set()
-        self.add_trainable(trainable)
+        self._model = roots[0]
         if sharded:
             self._install_hooks(roots)
 
@@ -195,13 +193,10 @@ class Engine:
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
 
-    def add_trainable(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of an adapter's parameters: those of `parameters` that require a gradient."""
-        self._trainable_ids |= {id(parameter) for parameter in parameters if parameter.requires_grad}
-
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer holds a parameter of the adapter."""
-        return any(id(parameter) in self._trainable_ids for g in optimizer.param_groups for parameter in g["params"])
+        own = {id(parameter) for parameter in self._model.parameters()}  # adapters are added and deleted
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def _before_forward(self, position: int) -> Callable[..., None]:
         unit = self._visits[position].unit
@@ -258,6 +253,9 @@ class Engine:
                 self._reshard_all()  # what a backward that an exception cut short has left whole
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if unit.state is State.UNSHARDED and not unit.is_resident:
+            return
+        if not any(self._visits[position].has_backward for position in self._positions[unit]):
+            self._make_whole(unit)  # recomputation enters it; its place says nothing of where backward is
             return
         for other in self.units:
             # No gradient reaches the input of such a unit, so nothing else tells that its backward is over.

@@ -54,7 +54,6 @@ def _add(
         original(adapter_name, peft_config, *args, **kwargs)
     check_frozen(model)
     share_adapters(model, known)
-    engine.add_trainable(model.parameters())
     ignore_base_in_ddp(model, engine)
 
 

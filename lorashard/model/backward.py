@@ -26,9 +26,10 @@ def end_backward_at_adapters(model: nn.Module) -> None:
 
     Trainers that checkpoint activations make the embedding's output require a gradient (`enable_input_require_grads`);
     backward would then go through, and gather, every layer down to it. What trains is looked up in each pass: adapters
-    are added and switched. Nothing is cut where something that trains may lie before the layers or beside them, such
-    as an adapted embedding, a vision tower, or embeddings of the caller that require a gradient; nor where the layers
-    are not the items of one list, whose order is known.
+    are added and switched. Nothing is cut where anything that trains stands elsewhere than in the layers and what the
+    base has after its decoder, the head: an adapted embedding, a vision tower, embeddings or a cache of the caller;
+    nor where the layers are not the items of one list, whose order is known. What a hook of the caller trains below is
+    not seen.
 
     Memory: autograd keeps nothing of the layers below.
     """
@@ -38,8 +39,6 @@ def end_backward_at_adapters(model: nn.Module) -> None:
     except CheckpointError:
         return
     spine = [base, *(base.get_submodule(path[:i]) for i, char in enumerate(path) if char == ".")]
-    after = [module for owner in spine for module in _run_after(owner, {stack, *spine})]
-    output = get_output_embeddings(base)
     floor = _Floor()
     for index, layer in enumerate(stack):
         setattr(layer, _FLOOR_ATTRIBUTE, floor)
@@ -47,46 +46,43 @@ def end_backward_at_adapters(model: nn.Module) -> None:
     classes = {cls: _make_skippable(cls) for cls in {type(layer) for layer in stack}}
     for layer in stack:
         layer.__class__ = classes[type(layer)]  # layers that were alike stay so, which torch.compile looks at
-    find_lowest = _FindLowest(model, stack, [*after, output] if output is not None else after, floor)
-    spine[-1].register_forward_pre_hook(find_lowest, with_kwargs=True)
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        is_open = first_differentiable((args, kwargs)) is not None or kwargs.get("past_key_values") is not None
+        is_whole = is_open or not torch.is_grad_enabled()
+        floor.lowest = 0 if is_whole else _find_lowest(model, list(stack), _find_heads(base, {stack, *spine}))
+
+    def end(*_: object) -> None:
+        floor.lowest = 0
+
+    spine[-1].register_forward_pre_hook(begin, with_kwargs=True)
+    spine[-1].register_forward_hook(end, always_call=True)
 
 
-def _run_after(owner: nn.Module, way: set[nn.Module]) -> list[nn.Module]:
-    """Return the children of a module on the way to the layers that run after them."""
-    children = list(owner.children())
-    beside = [child for child in children if child not in way]
-    if any(any(True for _ in find_stacks(child)) for child in beside):
-        return []  # what joins another tower to the decoder may be listed after it, and runs before
-    return children[max(i for i, child in enumerate(children) if child in way) + 1 :]
+def _find_heads(base: nn.Module, way: set[nn.Module]) -> list[nn.Module]:
+    """Return what the base has after its decoder: within that, modules do not run in the order that they stand in."""
+    output = get_output_embeddings(base)
+    children = list(base.children())
+    decoder = max(i for i, child in enumerate(children) if child in way)
+    heads = children[decoder + 1 :]
+    is_beside_towers = any(any(True for _ in find_stacks(child)) for child in children if child not in way)
+    if isinstance(children[decoder], nn.ModuleList) or is_beside_towers:
+        heads = []  # what joins another tower to the decoder may be listed after it, and runs before
+    is_known = output is None or any(output in head.modules() for head in heads)
+    return heads if is_known else [*heads, output]
 
 
-class _FindLowest:
-    """Sets the floor when a pass reaches the decoder.
-
-    An object rather than a closure: a deep copy of the model gets its own.
-    """
-
-    def __init__(self, model: nn.Module, stack: nn.Module, after: list[nn.Module], floor: _Floor) -> None:
-        self._model = model
-        self._stack = stack
-        self._after = after
-        self._floor = floor
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        is_cut = torch.is_grad_enabled() and first_differentiable((args, kwargs)) is None
-        self._floor.lowest = self._find() if is_cut else 0
-
-    def _find(self) -> int:
-        layers = list(self._stack.children())
-        lowest = next((i for i, layer in enumerate(layers) if _find_trained(layer)), len(layers))
-        if lowest == 0:
-            return 0
-        reached: set[nn.Parameter] = set().union(*map(_find_trained, [*layers[lowest:], *self._after]))
-        return lowest if reached and reached == _find_trained(self._model) else 0
+def _find_lowest(model: nn.Module, layers: list[nn.Module], heads: list[nn.Module]) -> int:
+    lowest = next((i for i, layer in enumerate(layers) if _count_trained(layer)), len(layers))
+    if lowest == 0:
+        return 0
+    num_reached = sum(map(_count_trained, [*layers[lowest:], *heads]))
+    return lowest if 0 < num_reached == _count_trained(model) else 0
 
 
-def _find_trained(module: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in module.parameters() if parameter.requires_grad}
+def _count_trained(module: nn.Module) -> int:
+    """Count the places where a parameter that trains stands: one of them may be below, and another above."""
+    return sum(parameter.requires_grad for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _make_skippable(original: type[nn.Module]) -> type[nn.Module]:

@@ -60,8 +60,7 @@ def shard_structure(
         Visit(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
         for v in structure.visits
     ]
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    engine = Engine(visits, structure.roots, trainable, group, device, prefetch)
+    engine = Engine(visits, structure.roots, group, device, prefetch)
     setattr(model, ENGINE_ATTRIBUTE, engine)
     if isinstance(model, PeftModel):
         # PEFT's default also writes an embedding that an adapter targets; a frozen one is in the base's own files.

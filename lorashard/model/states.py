@@ -21,7 +21,7 @@ def find_base_names(model: nn.Module, engine: Engine) -> list[str]:
     base = {(owner.module, owner.attribute) for unit in engine.units for w in unit.weights for owner in w.owners}
     return [
         f"{path}.{attribute}" if path else attribute
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         for attribute in module._parameters
         if (module, attribute) in base
     ]

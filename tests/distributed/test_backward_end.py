@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from support import run_ranks
 from tiny import CHECKPOINTING, NUM_LAYERS, build_model, find_differences, make_batch, take_gradients
+from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 
 import lorashard
 from lorashard.engine import Unit
@@ -146,8 +147,19 @@ def check_what_must_go_on(rank: int) -> list:
         inner.config.num_hidden_layers = 2 * NUM_LAYERS
         return step(model)
 
+    def cached(model: PeftModel) -> Results:
+        """The keys and values of a prompt that is learnt, say."""
+        torch.manual_seed(9)
+        pairs = [[torch.randn(2, 2, 3, 8).requires_grad_() for _ in range(2)] for _ in range(NUM_LAYERS)]
+        model(**make_batch(tokens=9), past_key_values=DynamicCache(pairs)).loss.backward()
+        return take_gradients(model) | {f"cache {i}": pair[0].grad for i, pair in enumerate(pairs)}
+
+    tied = {"family": "llama-tied"}
     cases = [
         ("own embeddings", {}, own_embeddings),
+        ("cache", {}, cached),
+        ("tied tokens", tied | {"trainable_token_indices": [3, 5]}, step),
+        ("tied embeddings", tied | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, step),
         ("switched", {}, switched),
         ("embeddings adapted", {"target_modules": ["embed_tokens", "q_proj"]}, step),
         ("embeddings saved", {"modules_to_save": ["embed_tokens"]}, step),
@@ -157,6 +169,8 @@ def check_what_must_go_on(rank: int) -> list:
         ("run twice", {"layers_to_transform": [4]}, run_twice),
     ]
     for (name, options, scenario), checkpointing in itertools.product(cases, ("non-reentrant", "reentrant")):
+        if name == "cache":
+            checkpointing = "off"  # no cache with the others
         results = []
         for is_sharded in (False, True):
             defaults = {"target_modules": TARGETS, "layers_to_transform": [3]}
@@ -170,6 +184,33 @@ def check_what_must_go_on(rank: int) -> list:
 def test_what_lies_below_and_trains_is_reached():
     """Cut too high, an adapter never trains, and the loss goes down all the same."""
     assert run_ranks(check_what_must_go_on, 2) == [[], []]
+
+
+def test_a_projection_listed_after_the_layers_that_runs_before_is_reached():
+    """Gemma 4 makes inputs for each layer; the modules' order says that these come last."""
+    config = Gemma4TextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=99,
+    )  # fmt: skip
+    targets = r".*layers\.(2|3)\..*(q_proj|down_proj)|.*per_layer_model_projection"
+    results = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = Gemma4ForCausalLM(config)
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        results.append(step(lorashard.shard(model, "host") if is_sharded else model))
+    assert find_differences(results[1], results[0]) == []
+
+
+def test_a_pass_that_reaches_no_layer_leaves_no_floor_behind():
+    """A layer that somebody calls alone afterwards would run without gradients."""
+    model = lorashard.shard(build_model(target_modules=["lm_head"]), "replicate")
+    step(model)
+    layer = model.get_base_model().model.layers[0]
+    hidden = torch.ones(1, 4, 32, requires_grad=True)
+    rotary = model.get_base_model().model.rotary_emb(hidden, torch.arange(4)[None])
+    assert layer(hidden, position_embeddings=rotary).grad_fn is not None
 
 
 def check_interrupt(rank: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from support import run_ranks
-from tiny import build_base, build_model, find_differences, make_batch, take_gradients
+from tiny import add_lora, build_base, build_model, find_differences, make_batch, take_gradients
 
 import lorashard
 from lorashard.engine import Placeholder, State
@@ -222,3 +222,18 @@ def test_units_pass_through_their_states():
         assert seen[0] == {State.SHARDED}
         assert seen[1] == seen[2] == {State.SHARDED, State.IDLE}
         assert is_whole_in_its_backward and is_sharded_far_away
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_layers_that_share_a_module_are_recomputed(prefetch):
+    """What layers share rests with the embedding: entered in a recomputation, it took the layer's own weights away."""
+    found = []
+    for is_sharded in (False, True):
+        base = build_base()
+        for layer in base.model.layers:
+            layer.self_attn = base.model.layers[0].self_attn
+        model = add_lora(base, 0.0, target_modules=["gate_proj", "down_proj"])
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train().enable_input_require_grads()
+        found.append(one_step(lorashard.shard(model, "host", prefetch=prefetch) if is_sharded else model))
+    assert find_differences(found[1], found[0]) == []

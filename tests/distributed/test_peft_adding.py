@@ -179,3 +179,14 @@ def test_an_added_adapter_that_rewrites_the_base_is_refused():
     """PiSSA on a base that another adapter trains on would change what that one was trained with."""
     for messages in run_ranks(check_refusals, WORLD_SIZE):
         assert all("rewrites the base" in message for message in messages) and len(messages) == 2
+
+
+def test_the_optimizer_of_an_adapter_that_came_later_is_known():
+    """PEFT adds it frozen; the ranks would not be compared at its steps."""
+    model = lorashard.shard(add_lora(build_base()))
+    model.add_adapter("later", LoraConfig(r=2, target_modules=["up_proj"]))
+    model.set_adapter("later")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = lorashard.api.engine_of(model)
+    assert engine.is_trained_by(torch.optim.SGD(trained, lr=0.1))
+    assert not engine.is_trained_by(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from support import run_ranks
 from tiny import build_base, build_model, find_differences, make_batch
@@ -116,3 +116,13 @@ def test_an_adapter_that_came_later_is_saved_too() -> None:
     names = model.state_dict().keys()
     assert names and all(".lora_" in name for name in names)
     assert any(".up_proj.lora_A.ref." in name for name in names)
+
+
+@pytest.mark.parametrize("placement", ["host", "replicate"])
+def test_a_prompt_is_saved_without_the_embedding_that_peft_keeps_beside_it(placement: str, tmp_path: Path) -> None:
+    """PEFT holds the base's embedding by a second path, which `named_modules` does not go."""
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = lorashard.shard(get_peft_model(build_base(), config), placement)
+    assert list(model.state_dict()) == ["prompt_encoder.default.embedding.weight"]
+    torch.save(model.state_dict(), tmp_path / "state")
+    model.load_state_dict(torch.load(tmp_path / "state"))

@@ -190,8 +190,7 @@ def build_rig(
         head = build_unit("head", [model.head], group, num_layers + 1, "vocabulary")
         first = Visit(embedding, (model.embedding,), has_backward=False)
         last = Visit(head, (model.head,), holds=True)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Rig(plain, model, Engine([first, *layers, last], [model], trainable, group, CPU, prefetch), group)
+    return Rig(plain, model, Engine([first, *layers, last], [model], group, CPU, prefetch), group)
 
 
 def make_tokens(seed: int = 0, rows: int = 3) -> torch.Tensor:

@@ -326,7 +326,7 @@ def test_exhausted_slots_are_named():
         modules = [root.child, root.child.inner, root.child.inner.inner]
         for i, module in enumerate(modules):
             visits.append(Visit(build_unit(f"layers.{i}", [module.linear], group, i), (module,)))
-        engine = Engine(visits, [root], [], group, CPU, prefetch)
+        engine = Engine(visits, [root], group, CPU, prefetch)
         hidden = torch.ones(2, 4)
         if is_enough:
             assert torch.equal(root(hidden), plain(hidden))
