@@ -55,6 +55,8 @@ def reward_brevity(completion_ids: list, **kwargs) -> list[float]:
 
 def main() -> None:
     script, args = TrlParser((ScriptArguments, GRPOConfig)).parse_args_and_config()
+    if args.use_vllm:  # TRL would start vLLM, with a copy of the whole model, before lorashard can refuse
+        raise SystemExit("use_vllm wants the whole weights, and the base rests sharded: leave it out")
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     set_seed(args.seed)
     # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype="bfloat16")

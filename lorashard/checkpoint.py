@@ -70,7 +70,8 @@ def _check_keys(saved: dict[str, torch.Tensor], folder: Path) -> None:
     if lora_b and not any(tensor.any() for tensor in lora_b.values()):
         raise CheckpointError(
             f"{folder}: the adapter has learnt nothing: lora_B is zero in all of its {len(lora_b)} layers; look at the "
-            "learning rate, its warm-up, and whether any token is supervised"
+            "learning rate, its warm-up, and whether any token is supervised; in grpo, whether the rewards of the "
+            "answers to a prompt differ"
         )
 
 

@@ -182,8 +182,8 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     """Compile the forward of each decoder layer: docs/kernels.md."""
     torch_compile_backend: str | None = None
     """torch.compile's backend, in place of `inductor`; it implies torch_compile."""
-    torch_compile_mode: str | None = None
-    """torch.compile's mode, such as `max-autotune-no-cudagraphs`; it implies torch_compile."""
+    torch_compile_mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
+    """torch.compile's mode, of those that need no weights at fixed addresses; it implies torch_compile."""
     trainer: dict[str, Any] = Field(default_factory=dict)
     """What was given of TRL's options for the method; not an option itself."""
 
@@ -253,6 +253,15 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
             )
         if method.name == "grpo" and not (self.reward_funcs or self.reward_model_name_or_path):
             raise ConfigError("grpo needs rewards: give reward_funcs, or reward_model_name_or_path")
+        losses = self.trainer.get("loss_type") or []
+        for loss in [losses] if isinstance(losses, str) else losses:
+            if loss not in method.losses:
+                raise ConfigError(f"loss_type: {method.name} has {', '.join(method.losses)}; found '{loss}'")
+        if method.name == "kto" and self.trainer.get("per_device_train_batch_size") == 1:
+            raise ConfigError(
+                "per_device_train_batch_size: kto estimates its KL term from the other rows of a batch, so expected 2 "
+                "or more, found 1"
+            )
         return self
 
     @property
@@ -438,10 +447,10 @@ def collect_options(
         name = _name_truly(option)
         place = f" ({option.where})" if option.where else ""
         refusal = REFUSED_OPTIONS.get(name) or (method and explain_refused(method, name))
+        is_default = option.value in (None, "", "null", [], {})  # as other tools write it out
+        if is_default and (refusal or (method and name not in known and _find_methods(name))):
+            continue
         if refusal:
-            # "null" and an empty value are the default that other tools write out.
-            if option.value in (None, "", "null", [], {}):
-                continue
             raise ConfigError(f"{written} is not an option here{place}: {refusal}")
         if name not in known:
             raise ConfigError(_explain_unknown(option, known, method))
@@ -465,10 +474,14 @@ def _name_truly(option: GivenOption) -> str:
     return ALIASES.get(written, written)
 
 
+def _find_methods(name: str) -> list[str]:
+    return [method.name for method in METHODS.values() if name in read_known_options(method)]
+
+
 def _explain_unknown(option: GivenOption, known: Mapping[str, Option], method: Method | None) -> str:
     name, place = option.name.replace("-", "_"), f" ({option.where})" if option.where else ""
     if method is not None:
-        others = [other.name for other in METHODS.values() if _name_truly(option) in read_known_options(other)]
+        others = _find_methods(_name_truly(option))
         if others:
             return f"{name} is an option of {', '.join(others)}, and this run is {method.name}{place}: leave it out"
     nearest = find_nearest(name, [*known, *ALIASES])

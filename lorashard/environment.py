@@ -84,9 +84,9 @@ _VARIABLES = (
     "TOKENIZERS_PARALLELISM",
     "WORLD_SIZE",
 )
-_SECRET_NAME = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-# Of an address `https://name:password@host`, and tokens of the hub wherever they are.
-_SECRET_VALUE = re.compile(r"(?<=//)[^/@\s]+(?=@)|hf_\w{8,}")
+_SECRET_NAME = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|AUTH|PAT$", re.IGNORECASE)
+# What stands before the host of an address, with or without `https://`, its query, and tokens wherever they are.
+_SECRET_VALUE = re.compile(r"(?:(?<=//)|(?<!\S))(?!\w*://)\S+(?=@)|(?<=\?)\S+|\b(?:hf|ghp|gho|sk)[_-]\w{8,}")
 _COMMAND_TIMEOUT_S = 10
 _GIB = 2**30
 

@@ -12,7 +12,7 @@ def explain_rewriting(init_lora_weights: object) -> str | None:
         return None
     return (
         f"init_lora_weights: '{wanted}' rewrites the base when PEFT makes or loads the adapter, and lorashard reads "
-        "the base as it is: expected true, false, 'gaussian', 'orthogonal' or 'eva'; or let PEFT make the adapter in "
+        "the base as it is: expected true, false, 'gaussian' or 'orthogonal'; or let PEFT make the adapter in "
         "memory and give it to lorashard.shard; a saved adapter is converted once by PEFT's "
         "save_pretrained(path_initial_model_for_weight_conversion=...)"
     )

@@ -166,11 +166,14 @@ def check_output_dir(config: RunConfig) -> None:
     """Refuse to write over another run.
 
     Raises:
-        ConfigError: The folder holds one, and it is neither resumed nor to be overwritten; or it is a file.
+        ConfigError: The folder holds one, and it is neither resumed nor to be overwritten; or it cannot be made.
     """
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir {folder} is a file: expected a folder, or a name that is free")
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir {folder} cannot be made: {there} is no folder that can be written to")
     if config.overwrite_output_dir or config.resumes_in_place or not folder.is_dir():
         return
     found = [name for name in _RUN_FILES if (folder / name).exists()]

@@ -40,6 +40,7 @@ class Method:
     Attributes:
         name: as `method` takes it.
         learning_rate: ten times TRL's default, which is for whole models, as TRL's documentation advises for adapters.
+        losses: what `loss_type` may be, which TRL itself looks at in the first step.
         metrics: what the trainer finds in an evaluation that may become better.
         formats: sets of columns that the trainer takes, the first that a dataset has decides; none where lorashard
             prepares the rows itself.
@@ -57,6 +58,7 @@ class Method:
     config_class: str
     trainer_class: str
     learning_rate: float
+    losses: tuple[str, ...]
     metrics: tuple[str, ...]
     formats: tuple[tuple[str, ...], ...] = ()
     optional_columns: tuple[str, ...] | None = _TEMPLATE_COLUMNS
@@ -94,6 +96,7 @@ METHODS = {
             "SFTConfig",
             "SFTTrainer",
             learning_rate=2e-4,
+            losses=("nll", "dft", "chunked_nll"),
             metrics=("loss", "mean_token_accuracy", "entropy", "aux_loss"),
             absent_options=_REWARDS,
             refused={"dataset_num_proc": "lorashard prepares the data itself, once, before the ranks form a group"},
@@ -103,6 +106,8 @@ METHODS = {
             "DPOConfig",
             "DPOTrainer",
             learning_rate=1e-5,
+            losses=("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot")
+            + ("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
             metrics=("loss", "rewards/accuracies", "rewards/margins", *_PAIR_METRICS)
             + ("mean_token_accuracy", "entropy", "aux_loss"),
             formats=(("prompt", *_PREFERENCE), _PREFERENCE),
@@ -116,6 +121,7 @@ METHODS = {
             "KTOConfig",
             "KTOTrainer",
             learning_rate=1e-5,
+            losses=("kto", "apo_zero_unpaired"),
             metrics=("loss", "kl", "rewards/margins", *_PAIR_METRICS, "entropy", "aux_loss"),
             formats=(_UNPAIRED, ("prompt", *_PREFERENCE), _PREFERENCE),
             optional_columns=(*_TEMPLATE_COLUMNS, "ref_logps", "ref_KL_logps"),
@@ -128,6 +134,7 @@ METHODS = {
             "RewardConfig",
             "RewardTrainer",
             learning_rate=1e-3,
+            losses=(),
             metrics=("loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
             formats=(("prompt", *_PREFERENCE), _PREFERENCE),
             optional_columns=(*_TEMPLATE_COLUMNS, "margin"),
@@ -140,6 +147,7 @@ METHODS = {
             "GRPOConfig",
             "GRPOTrainer",
             learning_rate=1e-5,
+            losses=("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
             metrics=("loss", "reward", "reward_std", "kl", "entropy", "rewards/*", "completions/*", "aux_loss"),
             formats=(("prompt",),),
             optional_columns=None,

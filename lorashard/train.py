@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from .plan.auto import plan_here
 from .plan.choose import Plan, PlanError
 from .plan.costs import Row
 from .profiling import StepProfiler
-from .rewards import load_rewards
+from .rewards import Reward, load_rewards
 from .runs import Run, measure_rank
 
 _CHECKED_TOKENS = 64
@@ -77,6 +78,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     _say(rank, f"dataset: {prepared.report.summary()}")
     run.set_status("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
+    rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
     placement, plan = _place(config, prepared, run, rank)
     set_seed(arguments.seed)
@@ -105,7 +107,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
-    trainer = build_trainer(config, model, tokenizer, arguments, prepared)
+    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards)
     # First, so that trackers and the progress bar see what it adds to a log line.
     trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
     if config.profile_range is not None:
@@ -209,6 +211,11 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
         arguments = config_class(**config.trainer_options | decided)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise ConfigError(f"TRL's {method.config_class} refuses the options: {' '.join(str(error).split())}") from error
+    if arguments.optim_target_modules is None:  # the others are made for a model
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(arguments)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"optim: {' '.join(str(error).split())}") from error
     if arguments.mixed_precision != "no" and not (arguments.bf16 or arguments.fp16):
         raise ConfigError(
             f"accelerate is told mixed precision {arguments.mixed_precision}, but the run is to compute in "
@@ -224,8 +231,12 @@ def build_trainer(
     tokenizer: PreTrainedTokenizerBase,
     arguments: TrainingArguments,
     prepared: Prepared,
+    rewards: Sequence[Reward],
 ) -> Trainer:
     """Return TRL's trainer of the method, unmodified.
+
+    Args:
+        rewards: Of a method that generates; empty otherwise.
 
     Raises:
         ConfigError: TRL refuses the model, the rows or the options.
@@ -233,9 +244,6 @@ def build_trainer(
     Ranks: collective over all ranks where the trainer tokenises: rank 0 does so first, the others take its results.
     """
     method = config.trl_method
-    rewards = {}
-    if method.generates:
-        rewards["reward_funcs"] = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
     optimizer = None
     if config.loraplus_lr_ratio is not None:
         optimizer = make_loraplus_optimizer(model, arguments, config.loraplus_lr_ratio)
@@ -247,7 +255,7 @@ def build_trainer(
             eval_dataset=prepared.eval,
             processing_class=tokenizer,
             optimizers=(optimizer, None),
-            **rewards,
+            **({"reward_funcs": list(rewards)} if method.generates else {}),
         )
     except (ValueError, NotImplementedError, OSError) as error:
         raise ConfigError(f"TRL's {method.trainer_class} refuses the run: {' '.join(str(error).split())}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .devices import check_device, choose_ranks, find_gpus
 from .errors import CheckpointError
 from .launch import check_output_dir
 from .model.checkpoint import Checkpoint, explain_hub_errors, resolve_folder
+from .plugins import refuse_plugins
 
 
 def validate(config: RunConfig) -> Iterator[str]:
@@ -24,6 +26,7 @@ def validate(config: RunConfig) -> Iterator[str]:
     Raises:
         UserError: The first thing that is wrong.
     """
+    refuse_plugins(os.environ)
     choice = choose_ranks(config, find_gpus())
     check_device(config, choice.device_type)
     check_output_dir(config)
@@ -31,6 +34,7 @@ def validate(config: RunConfig) -> Iterator[str]:
     _check_trainer_options(config, choice.device_type, choice.num_ranks)
     yield "options: accepted by TRL and transformers"
     yield f"model: {describe_model(config.model_name_or_path, config.model_revision)}"
+    yield f"adapter: {_describe_adapter(config)}"
     tokenizer = load_tokenizer(
         config.model_name_or_path,
         config.model_revision,
@@ -51,6 +55,18 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
     build_arguments(config, device_type == "cpu", num_ranks)
     if config.trl_method.generates:
         load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
+
+
+def _describe_adapter(config: RunConfig) -> str:
+    """Make the model and its adapter without weights, and find the units that the base is sharded by."""
+    from .forecast import describe_base
+    from .model.adapters import check_coverage
+    from .model.stacks import find_layers
+
+    base = describe_base(config)
+    model = base.build(config.unit_paths)
+    check_coverage(model, base.lora)
+    return f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters; {len(find_layers(model))} layers to shard"
 
 
 def describe_model(name: str, revision: str | None) -> str:

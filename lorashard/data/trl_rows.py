@@ -124,7 +124,7 @@ def find_format(rows: Sequence[dict[str, Any]], method: Method, has_chat_templat
     for wanted in method.formats:
         if set(wanted) <= set(columns):
             texts = [row.get(column) for row in rows for column in wanted if column in _TEXTS]
-            is_chat = any(isinstance(value, list) for value in texts)
+            is_chat = 2 * sum(isinstance(value, list) for value in texts) > len(texts)  # the odd ones are the bad ones
             if is_chat and not has_chat_template:
                 raise DataError(
                     "it holds conversations, but the tokenizer has no chat template to write them: set "

@@ -268,6 +268,8 @@ def _mend_writing(error: OSError) -> str:
         return "a file has the name of a folder: choose another name, or move it"
     if error.errno == errno.EFBIG:
         return "files may not grow: raise the limit (ulimit -f), or choose another file system"
+    if error.errno == errno.ENOENT:
+        return "this folder cannot be made there: choose another"
     return "is the file system in order? Choose another folder otherwise"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +16,20 @@ from transformers import PreTrainedModel
 
 from ..engine import Placeholder
 from ..errors import ConfigError, ShardError
+from .stacks import find_layers
+
+# What PEFT itself adds to modules_to_save of a classifier, whatever the model calls its head.
+_CLASSIFIER_HEADS = ("classifier", "score")
 
 
 def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftModel:
     """Put a new adapter on `model`, as `get_peft_model` does.
 
     Raises:
-        ConfigError: PEFT cannot: modules that the model has not, a kind of adapter that has no place in it, or one that
-            writes into the base.
+        ConfigError: PEFT cannot: modules or layers that the model has not, a kind of adapter that has no place in it,
+            or one that writes into the base.
     """
+    _check_layers(model, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
         try:
@@ -34,6 +40,50 @@ def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftMo
             raise ConfigError(
                 f"PEFT cannot put this adapter on {type(model).__name__}: {' '.join(str(error).split())}"
             ) from error
+
+
+def _check_layers(model: PreTrainedModel, config: PeftConfig) -> None:
+    wanted = getattr(config, "layers_to_transform", None)
+    if wanted is None:
+        return
+    num_layers = len(find_layers(model))
+    for index in [wanted] if isinstance(wanted, int) else wanted:
+        if not 0 <= index < num_layers:
+            raise ConfigError(
+                f"layers_to_transform: expected numbers from 0 to {num_layers - 1}, the decoder layers of "
+                f"{type(model).__name__}; found {index}"
+            )
+
+
+def check_coverage(model: PeftModel, config: PeftConfig) -> None:
+    """Refuse a new adapter that leaves out a part that it names: PEFT adapts the others and goes on.
+
+    Raises:
+        ConfigError: naming the part, and what is nearest to it.
+    """
+    paths = [name for name, _ in model.get_base_model().named_modules() if name]
+    modules = {name.rpartition(".")[2] for name in paths}
+    parameters = {name.rpartition(".")[2] for name, _ in model.get_base_model().named_parameters()}
+    saved = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    parts = (
+        ("target_modules", getattr(model.base_model, "targeted_module_names", None), modules),
+        ("target_parameters", getattr(model.base_model, "targeted_parameter_names", None), parameters),
+        ("modules_to_save", saved, modules),
+    )
+    for option, covered, known in parts:
+        wanted = getattr(config, option, None) or []
+        if covered is None or isinstance(wanted, str):
+            continue
+        for name in sorted(wanted):
+            is_covered = any(path == name or path.endswith(f".{name}") for path in covered)
+            if is_covered or (option == "modules_to_save" and name in _CLASSIFIER_HEADS):
+                continue
+            nearest = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+            hint = f"did you mean '{nearest[0]}'?" if nearest and nearest[0] != name else "leave it out"
+            raise ConfigError(
+                f"{option}: found nothing to adapt under the name '{name}' in "
+                f"{type(model.get_base_model()).__name__}: {hint}"
+            )
 
 
 def find_adapter_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -68,8 +68,9 @@ def _find_heads(base: nn.Module, way: set[nn.Module]) -> list[nn.Module]:
     is_beside_towers = any(any(True for _ in find_stacks(child)) for child in children if child not in way)
     if isinstance(children[decoder], nn.ModuleList) or is_beside_towers:
         heads = []  # what joins another tower to the decoder may be listed after it, and runs before
-    is_known = output is None or any(output in head.modules() for head in heads)
-    return heads if is_known else [*heads, output]
+    if output is None or any(output in head.modules() for head in heads):
+        return heads
+    return [*heads, output]
 
 
 def _find_lowest(model: nn.Module, layers: list[nn.Module], heads: list[nn.Module]) -> int:

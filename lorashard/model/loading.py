@@ -27,7 +27,7 @@ from ..dist import ShardGroup
 from ..engine import HostCopies, Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..placement import ResolvedPlacement
-from .adapters import base_test, inject
+from .adapters import base_test, check_coverage, inject
 from .checkpoint import Checkpoint, resolve_folder
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
 from .identity import BaseIdentity
@@ -179,9 +179,11 @@ def load_sharded(
             allow_unexpected=(*UNUSED_HEADS.get(task_type, ()), *allow_unexpected),
         )
         put_placeholders(skeleton, weights, device)
+        name_units(skeleton, placement.unit_paths)
         model = inject(skeleton, lora, revision=revision)
         check_frozen(model)
-        name_units(model, placement.unit_paths)
+        if adapter is None:
+            check_coverage(model, lora)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone

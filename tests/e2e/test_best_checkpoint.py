@@ -184,6 +184,7 @@ def run_finetune(options: dict[str, str], folder: Path) -> subprocess.CompletedP
     return subprocess.run([*LORASHARD, "finetune", *words], env=env, capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_and_ends_with_its_best_adapter(task, tmp_path):
     """A run folder whose adapter is the last step's, though the status says that the best was loaded."""
     out = tmp_path / "out"

@@ -106,6 +106,7 @@ def measure_plainly(task: Path, is_base: bool) -> tuple[float, int, int]:
     return total / num_tokens, num_tokens, num_exact
 
 
+@pytest.mark.slow
 def test_results_are_plain_pefts_on_any_ranks(task):
     """A tail that is counted twice, an adapter that is off, or another prompt than in training."""
     loss, num_tokens, num_exact = measure_plainly(task, is_base=False)

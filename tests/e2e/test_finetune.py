@@ -121,6 +121,7 @@ def test_a_run_leaves_what_it_promises(task, two_ranks):
     assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_what_is_left_to_auto_is_planned(task, two_ranks):
     """Ranks that choose apart hang; a choice that nobody sees cannot be judged; and it must not change a bit."""
     result = run([*LORASHARD, "finetune", *make_options(task, "auto", cpu=2, placement="auto")], task)
@@ -177,6 +178,7 @@ def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(task, two_ranks):
     """The loss is a mean over the supervised tokens of all ranks: 1 x 4, 2 x 2 and 4 x 1 microbatches are one step.
 
@@ -190,6 +192,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(task, two_ranks):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_replicate_gives_the_same_bits(task, two_ranks):
     """The placement changes speed and memory, never a bit of the result."""
     train(task, "replicate", cpu=2, placement="replicate")
@@ -274,6 +277,7 @@ def test_a_killed_rank_leaves_word_in_the_run_folder(task):
     assert status["phase"] == "failed" and "rank 0 was killed by SIGKILL" in status["error"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_learnt_nothing_is_an_error(task):
     """A learning rate of zero leaves lora_B at zero: the files are right and worthless."""
     options = make_options(task, "dead", cpu=2, learning_rate=0.0, max_steps=2)

@@ -73,6 +73,7 @@ def test_another_base_is_refused_unless_it_is_allowed(tmp_path, caplog):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_merged_model_goes_to_the_hub(adapter, tmp_path):
     """Catches an upload that leaves files out, or that finds after the merge that nobody is logged in."""
     with HubServer({}, {}) as hub:

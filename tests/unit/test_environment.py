@@ -123,6 +123,14 @@ def test_the_home_folder_is_hidden(monkeypatch):
     """Catches a user's name in a public issue, and a folder that only begins like the home folder."""
     monkeypatch.setenv("HOME", "/people/ada")
 
+    for secret in (
+        "joe:sesame@proxy:8080",
+        "http://joe:p@sesame@proxy:1",
+        "http://u:sesame/w@h:1",
+        "https://mirror/?token=sesame",
+        "ghp_sesame123456",
+    ):
+        assert "sesame" not in hide_secrets(secret), secret
     assert hide_secrets("/people/ada/models:/people/ada /people/adam") == "~/models:~ /people/adam"
 
 

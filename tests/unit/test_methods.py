@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -277,3 +279,29 @@ def test_every_own_option_belongs_to_a_method():
     """An option that no method takes any more."""
     known = {name for method in METHODS.values() for name in read_known_options(method)}
     assert set(RunConfig.model_fields) - known == {"trainer"}
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS.values() if m.losses], ids=lambda method: method.name)
+def test_losses_are_those_that_trl_names(method):
+    """TRL finds a misspelt loss in the first step, with the base loaded; and a new one must not be refused."""
+    path = Path(importlib.util.find_spec("trl").submodule_search_locations[0], "trainer", f"{method.name}_config.py")
+    source = path.read_text(encoding="utf-8")
+    field = source[source.index("    loss_type: ") :]
+    field = field[: field.index("\n    )\n")]
+    named = set(re.findall(r"['\"]([a-z][a-z0-9_]*)['\"](?! aggreg)", field)) - {"help", "choices", "sequence"}
+    assert named == set(method.losses)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "dpo", "--loss_type", "sigmoyd"], "loss_type: dpo has sigmoid, .*found 'sigmoyd'"),
+        (["--method", "dpo", "--loss_type", "sigmoid", "ofp"], "found 'ofp'"),
+        (["--method", "kto", "--loss_type", "sigmoid"], "loss_type: kto has kto, apo_zero_unpaired; found 'sigmoid'"),
+        (["--method", "kto", "--per_device_train_batch_size", "1"], "expected 2 or more"),
+    ],
+)
+def test_what_trl_finds_late_is_found_at_once(words, message):
+    """Each of these ends in a traceback, once the base is loaded."""
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.resolve(None, ["--model", "m", "--dataset", "d", "--output_dir", "o", *words])

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig
+from tiny import build_base
 
+import lorashard
 from lorashard.config import RunConfig
 from lorashard.errors import ConfigError
 
@@ -48,3 +51,20 @@ def test_what_cannot_be_is_refused_in_a_line(words, part):
     with pytest.raises(ConfigError) as caught:
         read(*words)
     assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["q_proj", "v_prj"]}, "target_modules: .*'v_prj'.*did you mean 'v_proj'"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "modules_to_save: .*did you mean 'lm_head'"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.gate"]}, "target_parameters: .*'experts.gate'"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1, 99]}, "from 0 to 5, .* found 99"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": -1}, "from 0 to 5, .* found -1"),
+    ],
+)
+def test_what_would_silently_not_be_trained_is_named(tmp_path, options, message):
+    """PEFT adapts the rest and goes on; the run ends well, and half of it was never trained."""
+    build_base().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        lorashard.load(str(tmp_path), LoraConfig(task_type="CAUSAL_LM", **options), "shard", dtype=torch.float32)
