@@ -16,7 +16,6 @@ import lorashard
 from lorashard.placement import PlacementOptions
 
 Results = dict[str, torch.Tensor]
-WORLD_SIZES = (1, 2, 4)
 PLACEMENT_OPTIONS = set(PlacementOptions.model_fields)
 
 
