@@ -18,7 +18,7 @@ demo: $(STAMP)  ## fine-tune the tiny model of examples/demo on two CPU ranks
 
 test: ARGS ?= -m "not slow"
 test: $(STAMP)  ## run the tests, all but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)  ## check format, lint, import order and types
 	$(BIN)/ruff format --check .

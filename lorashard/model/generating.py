@@ -46,7 +46,8 @@ def prepare_generation(model: nn.Module, engine: Engine) -> None:
 
 
 def _generate_together(base: GenerationMixin, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    configs = (kwargs.get("generation_config"), base.generation_config)
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    configs = (given, base.generation_config)
     for name in _UNSYNCHRONISED:
         values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
         if any(value is not None for value in values):
