@@ -63,9 +63,8 @@ def _describe_adapter(config: RunConfig) -> str:
     from .model.adapters import check_coverage
     from .model.stacks import find_layers
 
-    base = describe_base(config)
-    model = base.build(config.unit_paths)
-    check_coverage(model, base.lora)
+    model = describe_base(config).build(config.unit_paths)
+    check_coverage(model, describe_base(config).lora)  # not the one that PEFT has written into
     return f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters; {len(find_layers(model))} layers to shard"
 
 

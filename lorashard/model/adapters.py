@@ -58,6 +58,9 @@ def _check_layers(model: PreTrainedModel, config: PeftConfig) -> None:
 def check_coverage(model: PeftModel, config: PeftConfig) -> None:
     """Refuse a new adapter that leaves out a part that it names: PEFT adapts the others and goes on.
 
+    Args:
+        config: as it was before the adapter was made of it.
+
     Raises:
         ConfigError: naming the part, and what is nearest to it.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -180,10 +181,11 @@ def load_sharded(
         )
         put_placeholders(skeleton, weights, device)
         name_units(skeleton, placement.unit_paths)
+        asked = copy.copy(lora)  # PEFT writes into a config what it makes of it
         model = inject(skeleton, lora, revision=revision)
         check_frozen(model)
         if adapter is None:
-            check_coverage(model, lora)
+            check_coverage(model, asked)
         structure = find_structure(model, base_test(model))
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
