@@ -147,7 +147,8 @@ def test_profiled_steps_leave_traces_and_a_page(two_ranks):
     rows = [[float(cell) for cell in line.strip("|").split("|")] for line in page if re.match(r"\| \d", line)]
     assert [row[0] for row in rows] == [0, 1]
     for _, total_s, compute_s, exposed_s, *beside in rows:
-        assert total_s > compute_s > 0 and abs(total_s - compute_s - exposed_s) < 0.002 and all(s > 0 for s in beside)
+        # Rounded to milliseconds: on a quiet machine a step may wait for less.
+        assert total_s >= compute_s > 0 and abs(total_s - compute_s - exposed_s) < 0.002 and all(s > 0 for s in beside)
 
 
 def test_the_adapter_loads_in_plain_peft(task, two_ranks):
