@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from .plugins import is_on
+
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def find_node_size() -> int | None:
 
 def is_cpu_requested() -> bool:
     """Tell whether accelerate was told through its environment to compute on the CPU."""
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    return is_on(os.environ.get("ACCELERATE_USE_CPU"))
 
 
 def is_initialized() -> bool:

@@ -37,6 +37,7 @@ from .devices import (
     find_gpus,
     find_launcher,
 )
+from .environment import find_existing
 from .errors import ConfigError
 from .failures import Failure, explain_failures, explain_signal
 from .output import RESULT_FILE_VARIABLE
@@ -171,7 +172,7 @@ def check_output_dir(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir {folder} is a file: expected a folder, or a name that is free")
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = find_existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"output_dir {folder} cannot be made: {there} is no folder that can be written to")
     if config.overwrite_output_dir or config.resumes_in_place or not folder.is_dir():

@@ -50,7 +50,7 @@ def end_backward_at_adapters(model: nn.Module) -> None:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         is_open = first_differentiable((args, kwargs)) is not None or kwargs.get("past_key_values") is not None
         is_whole = is_open or not torch.is_grad_enabled()
-        floor.lowest = 0 if is_whole else _find_lowest(model, list(stack), _find_heads(base, {stack, *spine}))
+        floor.lowest = 0 if is_whole else _find_lowest(model, base, list(stack), {stack, *spine})
 
     def end(*_: object) -> None:
         floor.lowest = 0
@@ -73,11 +73,11 @@ def _find_heads(base: nn.Module, way: set[nn.Module]) -> list[nn.Module]:
     return [*heads, output]
 
 
-def _find_lowest(model: nn.Module, layers: list[nn.Module], heads: list[nn.Module]) -> int:
+def _find_lowest(model: nn.Module, base: nn.Module, layers: list[nn.Module], way: set[nn.Module]) -> int:
     lowest = next((i for i, layer in enumerate(layers) if _count_trained(layer)), len(layers))
     if lowest == 0:
         return 0
-    num_reached = sum(map(_count_trained, [*layers[lowest:], *heads]))
+    num_reached = sum(map(_count_trained, [*layers[lowest:], *_find_heads(base, way)]))
     return lowest if 0 < num_reached == _count_trained(model) else 0
 
 
