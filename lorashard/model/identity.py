@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,11 +63,8 @@ class BaseIdentity:
         file = adapter / ADAPTER_NAME
         if not file.is_file():
             return None
-        try:
-            with safe_open(file, framework="pt") as opened:
-                text = (opened.metadata() or {}).get(_METADATA_KEY)
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
+        with open_adapter(adapter) as opened:
+            text = (opened.metadata() or {}).get(_METADATA_KEY)
         return cls(json.loads(text)) if text else None
 
     def write(self, adapter: Path) -> None:
@@ -98,6 +96,22 @@ class BaseIdentity:
         if not allow_base_mismatch:
             raise ConfigError(f"{message}; give its own base, or --allow_base_mismatch to go on all the same")
         _logger.warning("%s; going on, as allow_base_mismatch says", message)
+
+
+@contextmanager
+def open_adapter(folder: Path) -> Iterator[safe_open]:
+    """Open the file of an adapter's tensors.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    file = folder / ADAPTER_NAME
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
+    with opened:
+        yield opened
 
 
 def find_cache_dir() -> Path:

@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants, snapshot_download
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
 from .checkpoint import explain_hub_errors
-from .identity import ADAPTER_NAME
+from .identity import ADAPTER_NAME, open_adapter
 
 CONFIG_NAME = "adapter_config.json"
 _logger = logging.getLogger(__name__)
@@ -99,12 +98,7 @@ def count_labels(folder: Path) -> int | None:
     Raises:
         CheckpointError: the file is damaged.
     """
-    file = folder / ADAPTER_NAME
-    try:
-        opened = safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
-    with opened:
+    with open_adapter(folder) as opened:
         for name in ("score", "classifier"):
             key = f"base_model.model.{name}.weight"
             if key in opened.keys():  # noqa: SIM118
