@@ -104,6 +104,8 @@ def main() -> None:
         accelerator.unwrap_model(model).save_pretrained(args.output_dir)  # a plain PEFT adapter
         (args.output_dir / "steps.json").write_text(json.dumps(progress.steps))
         print(lorashard.stats(model))
+    del model  # before the group of its ranks: torch can wait for ever where DDP is the last to let go of it
+    accelerator.free_memory()
     accelerator.end_training()
 
 
