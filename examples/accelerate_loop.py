@@ -6,6 +6,7 @@
 
 import argparse
 import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--max_steps", type=int, default=20)
     parser.add_argument("--save_steps", type=int, default=10)
-    parser.add_argument("--resume", help="a folder that save_state wrote")
+    parser.add_argument("--resume", type=Path, help="a folder that save_state wrote")
     return parser.parse_args()
 
 
@@ -36,18 +37,12 @@ def load_texts(path: Path | None) -> list[str]:
     return [f"{row['question']} {row['answer']}" for row in rows]
 
 
+@dataclass
 class Progress:
-    """How far the run is, saved and loaded with the rest."""
+    """How far the run is: JSON, since accelerate loads what is registered with it as a pickle, which may run code."""
 
-    def __init__(self) -> None:
-        self.num_batches = 0
-        self.steps: list[dict[str, float]] = []
-
-    def state_dict(self) -> dict:
-        return dict(self.__dict__)
-
-    def load_state_dict(self, state: dict) -> None:
-        self.__dict__.update(state)
+    num_batches: int = 0
+    steps: list[dict[str, float]] = field(default_factory=list)
 
 
 def main() -> None:
@@ -69,9 +64,9 @@ def main() -> None:
     schedule = get_cosine_schedule_with_warmup(optimizer, 0, args.max_steps * accelerator.num_processes)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
     progress = Progress()
-    accelerator.register_for_checkpointing(progress)
     if args.resume:
         accelerator.load_state(args.resume)
+        progress = Progress(**json.loads((args.resume / "progress.json").read_text()))
 
     while len(progress.steps) < args.max_steps:
         epoch, num_seen = divmod(progress.num_batches, len(batches))
@@ -96,7 +91,10 @@ def main() -> None:
             progress.steps.append({"step": step, "loss": mean, "grad_norm": grad_norm.item()})
             accelerator.print(progress.steps[-1])
             if step % args.save_steps == 0:
-                accelerator.save_state(args.output_dir / f"checkpoint-{step}")
+                checkpoint = args.output_dir / f"checkpoint-{step}"
+                accelerator.save_state(checkpoint)
+                if accelerator.is_main_process:
+                    (checkpoint / "progress.json").write_text(json.dumps(asdict(progress)))
             if step == args.max_steps:
                 break
 

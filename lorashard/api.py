@@ -177,6 +177,7 @@ def load_adapter(
     asked = read_placement(placement=placement, **placement_options)
     folder = find_adapter(adapter)
     config = read_config(folder)
+    check_config(config)
     base, revision = find_base(folder, config, base, revision)
     if config.is_prompt_learning and is_trainable:
         raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")

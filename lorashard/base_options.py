@@ -8,6 +8,23 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .errors import ConfigError
 
+# Folders, files and hub ids: nothing that is found under an address.
+_PLACES = (
+    "model_name_or_path",
+    "dataset",
+    "eval_dataset",
+    "output_dir",
+    "resume_from_checkpoint",
+    "reward_model_name_or_path",
+    "chat_template_path",
+    "adapter",
+    "base",
+    "merged",
+    "prompts",
+    "out",
+    "push_to_hub",
+)
+
 
 class RankOptions(BaseModel):
     """The ranks of a command."""
@@ -18,6 +35,14 @@ class RankOptions(BaseModel):
     """How many of the visible GPUs, or which: `4`, or `0,2`, or `2,` for the third alone. Not given: all."""
     cpu: int | None = Field(default=None, ge=1)
     """Compute on the CPU with this many ranks."""
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        for name in _PLACES:
+            value = getattr(self, name, None)
+            if isinstance(value, str) and "://" in value:  # it may hold a password, so it is not repeated
+                raise ConfigError(f"{name}: expected a path or a hub id such as org/name, found an address with '://'")
+        return self
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,21 +12,59 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from .api import engine_of
+from .disk import describe_fault, find_fault
 from .errors import CheckpointError
+from .manifest import find_newest
 from .model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
 
 _CHECK_NAME = "read_back"
+_CONFIG_NAME = "adapter_config.json"
+_PARTIAL_NAME = ".adapter.partial"
 
 
 def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a plain PEFT folder of the trained adapter, with the tokenizer beside it.
 
-    TRL's copy of the adapter as it was at first, its reference, is of no use to anybody afterwards.
+    All of it is on the disk before any of it is in `folder`, where the adapter's config comes last: without that, a
+    folder is no adapter's. TRL's copy of the adapter as it was at first, its reference, is of no use to anybody
+    afterwards.
+
+    Raises:
+        CheckpointError: the disk does not take it.
 
     Ranks: call on rank 0, or on one of each node where each has a folder of its own.
     """
-    model.save_pretrained(str(folder), selected_adapters=["default"])
-    tokenizer.save_pretrained(str(folder))
+    partial = folder / _PARTIAL_NAME
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # a killed process's
+        partial.mkdir()
+        model.save_pretrained(str(partial), selected_adapters=["default"])
+        tokenizer.save_pretrained(str(partial))
+        written = sorted(partial.iterdir(), key=lambda path: path.name == _CONFIG_NAME)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file)
+        for path in written:
+            if path.is_dir():
+                shutil.rmtree(folder / path.name, ignore_errors=True)
+            os.replace(path, folder / path.name)
+    except Exception as error:
+        if find_fault(error) is None:
+            raise
+        raise CheckpointError(
+            f"the trained adapter was not written to {folder} ({describe_fault(error, folder)}): make room and go on "
+            f"with --resume_from_checkpoint auto, which {_describe_newest(folder)}"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _describe_newest(folder: Path) -> str:
+    newest = find_newest(folder)
+    if newest is None:
+        return "begins anew, as there is no complete checkpoint"
+    return f"goes on from {newest.name}, the newest complete one"
 
 
 def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> str:

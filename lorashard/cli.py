@@ -1,7 +1,8 @@
 """The command line: `lorashard finetune | plan | preview | validate | chat | eval | verify | doctor | env | ...`.
 
-Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 128 + n after signal
-n. Heavy imports wait inside the commands: help and mistakes are answered without torch.
+Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 75 a run that saved
+and stopped as a signal asked; 128 + n after signal n. Heavy imports wait inside the commands: help and mistakes are
+answered without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .errors import ConfigError, UserError, VerificationError
+from .errors import ConfigError, RunStopped, TrainingError, UserError, VerificationError
+from .output import RESULT_FILE_VARIABLE, outlive_full_disks
+from .stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -37,8 +40,14 @@ _HELP_GROUPS = {
         "dataset",
         "output_dir",
         "overwrite_output_dir",
-        "resume_from_checkpoint",
+        "global_batch_size",
         "profile_steps",
+    ),
+    "Surviving": (
+        "resume_from_checkpoint",
+        "max_restarts",
+        "heartbeat_timeout",
+        "on_nonfinite",
     ),
     "Where the base rests": (),  # all of PlacementOptions
     "The base and the ranks": (),  # all of BaseOptions
@@ -346,11 +355,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after the program's name; by default this process's own.
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    outlive_full_disks(is_result_elsewhere=words[0] == "finetune" or RESULT_FILE_VARIABLE in os.environ)
     try:
         return app(args=words, prog_name="lorashard", standalone_mode=False) or 0
     except UserError as error:
         return _report(error, exit_code=2, is_plain=True)
-    except VerificationError as error:
+    except RunStopped as error:
+        return _report(error, exit_code=STOPPED_EXIT_CODE, is_plain=True)
+    except (VerificationError, TrainingError) as error:
         return _report(error, exit_code=1, is_plain=True)
     except KeyboardInterrupt:
         return 130
@@ -379,7 +391,7 @@ def _report(error: Exception, exit_code: int, is_plain: bool) -> int:
     # lorashard's launcher prints it; torchrun's summary has it; where neither is told, each rank speaks.
     is_told = launcher is not None and "TORCHELASTIC_ERROR_FILE" in os.environ
     if launcher is None or not is_told or (launcher.rank == 0 and not launcher.is_lorashard):
-        print(f"lorashard: error: {error}", file=sys.stderr)
+        print(f"lorashard: {'' if isinstance(error, RunStopped) else 'error: '}{error}", file=sys.stderr)
     return exit_code
 
 

@@ -19,12 +19,19 @@ from .base_options import BaseOptions
 from .data.options import DataOptions
 from .errors import ConfigError
 from .initialisation import explain_rewriting
+from .manifest import find_newest
 from .methods import METHODS, Method, explain_refused
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
 from .placement import PlacementOptions, explain_invalid, parse_steps
 
-# Where lorashard's defaults are not TRL's: what works for LoRA. The learning rate is the method's.
-TRAINER_DEFAULTS = {"lr_scheduler_type": "cosine", "logging_steps": 10, "report_to": "none"}
+# Where lorashard's defaults are not TRL's: what works for LoRA, and no loss hidden that is not finite. The
+# learning rate is the method's.
+TRAINER_DEFAULTS = {
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 10,
+    "report_to": "none",
+    "logging_nan_inf_filter": False,
+}
 
 # Other tools' spellings (axolotl, LLaMA-Factory, TRL's scripts, PEFT, older transformers), where they mean the same.
 ALIASES = {
@@ -32,6 +39,7 @@ ALIASES = {
     "rl": "method",
     "model": "model_name_or_path",
     "base_model": "model_name_or_path",
+    "resume": "resume_from_checkpoint",
     "revision_of_model": "model_revision",
     "torch_dtype": "dtype",
     "dataset_name": "dataset",
@@ -70,6 +78,7 @@ ALIASES = {
 VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "method": {"rm": "reward"}}
 
 _SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
+_KEEPS_NO_SECRETS = "a token is no option, which runs write down: log in with `hf auth login`, or set HF_TOKEN"
 _PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
 REFUSED_OPTIONS = {
     "fsdp": _SHARDS_ITSELF,
@@ -82,6 +91,9 @@ REFUSED_OPTIONS = {
     "pad_token": "TRL has deprecated it: the tokenizer's padding token is used",
     "use_cpu": "give --cpu N, the number of ranks",
     "local_rank": "the launcher tells each rank its number",
+    "hub_token": _KEEPS_NO_SECRETS,
+    "push_to_hub_token": _KEEPS_NO_SECRETS,
+    "use_auth_token": _KEEPS_NO_SECRETS,
 }
 # What to say of names that other tools have and lorashard has not.
 HINTS = {
@@ -103,6 +115,7 @@ PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 _SAVE_STEPS = 500  # transformers' default
+_BATCH_ROWS = 8  # likewise
 
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
@@ -125,7 +138,16 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     overwrite_output_dir: bool = False
     """Start anew in a folder that holds another run."""
     resume_from_checkpoint: str | bool | None = None
-    """Go on from a checkpoint: its folder, or true for the newest of output_dir."""
+    """Go on from a checkpoint: its folder, true for the newest complete one of output_dir, or `auto`: the same, and
+    start afresh where there is none."""
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Rows of a step, over all ranks; gradient_accumulation_steps follows from it, whatever the number of ranks."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do where a loss or the gradient's norm is NaN or infinite: stop the run, or leave that step out."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often to start the ranks again, from the newest complete checkpoint, where one has died or hangs."""
+    heartbeat_timeout: int = Field(default=120, ge=0)
+    """Seconds after which a rank that gives no sign of life, such as a stopped process, ends the run; 0: never."""
 
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations without a better `metric_for_best_model`; needs `load_best_model_at_end`."""
@@ -264,6 +286,14 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_batch(self) -> RunConfig:
+        if self.global_batch_size is not None and "gradient_accumulation_steps" in self.trainer:
+            raise ConfigError(
+                "global_batch_size sets gradient_accumulation_steps, by the number of ranks: leave one of them out"
+            )
+        return self
+
     @property
     def trl_method(self) -> Method:
         """TRL's trainer and what belongs to it."""
@@ -335,9 +365,28 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     def resumes_in_place(self) -> bool:
         """Whether the run goes on with the run in its own folder, rather than anew or from another's checkpoint."""
         checkpoint = self.resume_from_checkpoint
+        if checkpoint == "auto":
+            return find_newest(Path(self.output_dir)) is not None
         if isinstance(checkpoint, str):
             return Path(checkpoint).resolve().parent == Path(self.output_dir).resolve()
         return bool(checkpoint)
+
+    def count_accumulation(self, world_size: int) -> dict[str, int]:
+        """Return TRL's option for how many microbatches make a step, where `global_batch_size` decides it.
+
+        Raises:
+            ConfigError: It cannot be divided over the ranks.
+        """
+        if self.global_batch_size is None:
+            return {}
+        batch = self.trainer.get("per_device_train_batch_size", _BATCH_ROWS)
+        steps, left = divmod(self.global_batch_size, batch * world_size)
+        if left or not steps:
+            raise ConfigError(
+                f"global_batch_size: expected a multiple of {batch * world_size}, {world_size} ranks with "
+                f"per_device_train_batch_size {batch}, found {self.global_batch_size}"
+            )
+        return {"gradient_accumulation_steps": steps}
 
     @property
     def trainer_options(self) -> dict[str, Any]:

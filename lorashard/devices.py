@@ -13,7 +13,7 @@ import psutil
 from .base_options import BaseOptions, RankOptions
 from .errors import ConfigError
 
-# Names the runs of `lorashard.launch`, so that a rank knows its launcher.
+# Names the runs of `lorashard.group`, so that a rank knows its launcher.
 RUN_ID_PREFIX = "lorashard-"
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,6 +73,11 @@ def find_node_size() -> int | None:
     return None
 
 
+def has_launcher_store() -> bool:
+    """Tell whether the launcher keeps the store that ranks meet in; where it does not, as under `srun`, rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def is_cpu_requested() -> bool:
     """Tell whether accelerate was told through its environment to compute on the CPU."""
     return is_on(os.environ.get("ACCELERATE_USE_CPU"))
@@ -90,6 +96,17 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_initialized() else 1
+
+
+def set_timeout(timeout_s: float) -> None:
+    """Say how long a collective may take, in groups made from here on too; transformers says it to GPUs alone."""
+    if is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Tell whether an error says that a collective waited too long for other ranks."""
+    return isinstance(error, RuntimeError) and re.search("timed? ?out", str(error), re.IGNORECASE) is not None
 
 
 def leave_group() -> None:
@@ -145,16 +162,62 @@ def sum_(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def _make_group(backend: str | None, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """Make a group whose collectives may take as long as the default group's (`ddp_timeout`): torch's own does not ask.
+
+    Ranks: collective over all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    options = world._get_backend(world._device_types[0]).options
+    return dist.new_group(ranks, timeout=options._timeout, backend=backend)
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """All ranks, talking over gloo on the host: no device waits for what they agree on.
+
+    Ranks: creating one is collective over all ranks. One rank needs no process group.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_all(cls) -> HostGroup:
+        """Make the group."""
+        return cls(_make_group("gloo") if get_world_size() > 1 else None)
+
+    def find_largest(self, values: Sequence[int]) -> list[int]:
+        """Return for each of `values`, 64-bit integers, the largest that any rank has there.
+
+        Ranks: collective over all ranks.
+        """
+        if self.group is None:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
+
+
 class RollCall:
     """How far each rank has come, noted in the launcher's store, which answers while ranks wait for one another.
 
     Ranks: local; it needs no process group.
     """
 
-    def __init__(self, env: LauncherEnv, timeout_s: float) -> None:
+    def __init__(self, env: LauncherEnv, timeout_s: float, name: str = "roll-call") -> None:
+        """Connect to the store.
+
+        Args:
+            timeout_s: how long the store may take to be there.
+            name: ranks of the same name read one another's notes. A store outlives the ranks that torchrun restarts.
+
+        Raises:
+            RuntimeError: There is no store.
+        """
         timeout = timedelta(seconds=timeout_s)
         store, _, self._size = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
-        self._store = dist.PrefixStore("lorashard-roll-call", store)
+        self._store = dist.PrefixStore(f"lorashard-{name}", store)
         self._rank = env.rank
 
     def note(self, step: str) -> None:
@@ -164,6 +227,17 @@ class RollCall:
     def find_absent(self, step: str) -> list[int]:
         """Return the ranks that have not come to `step`."""
         return [rank for rank in range(self._size) if not self._store.check([f"{step}/{rank}"])]
+
+    def leave_word(self, word: str) -> None:
+        """Say something in place of what this rank said before."""
+        self._store.set(f"word/{self._rank}", word)
+
+    def read_words(self) -> list[str | None]:
+        """Return the last word of each rank, by rank; None of one that has said nothing."""
+        keys = [f"word/{rank}" for rank in range(self._size)]
+        if self._store.check(keys):
+            return [word.decode() for word in self._store.multi_get(keys)]
+        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
     def leave_failure(self, reason: str) -> None:
         """Tell the others that this rank goes no further."""
@@ -207,7 +281,7 @@ class ShardGroup:
         own: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         for begin in range(0, get_world_size(), size):
             ranks = list(range(begin, begin + size))
-            groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+            groups = _make_group(None, ranks), _make_group("gloo", ranks)
             if get_rank() in ranks:
                 own = groups
         assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"

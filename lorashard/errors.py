@@ -25,5 +25,13 @@ class VerificationError(LorashardError):
     """What was to be equal is not: the command line reports it in one line and exits with code 1."""
 
 
+class TrainingError(LorashardError):
+    """Numbers that no training comes back from: the command line reports it in one line and exits with code 1."""
+
+
+class RunStopped(LorashardError):
+    """A run that was asked to stop, and has: the command line says what was saved and exits with code 75."""
+
+
 class ShardError(LorashardError):
     """A use of the engine that would give wrong numbers: a sharded weight read, ranks that diverged, no slot left."""

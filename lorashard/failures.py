@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .rank import find_log
+from .stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -22,11 +25,12 @@ _NEAR_S = 5
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-def record_failure(error: BaseException, exit_code: int, is_plain: bool) -> None:
+def record_failure(error: BaseException, exit_code: int, is_plain: bool, is_hang: bool = False) -> None:
     """Leave an error where the launcher looks for it: torch's elastic launcher, torchrun and accelerate know the form.
 
     Args:
         is_plain: Whether its message is all that a person needs.
+        is_hang: Whether another rank gives no sign of life, which is no mistake: starting again may help.
 
     Torch's own writer knows only whole seconds, too coarse to tell which of two ranks failed first.
     """
@@ -40,19 +44,37 @@ def record_failure(error: BaseException, exit_code: int, is_plain: bool) -> None
         "time_s": time.time(),
         "exit_code": exit_code,
         "user_error": str(error) if is_plain else None,
+        "is_hang": is_hang,
     }
     message = {"message": {"message": f"{name}: {error}" if str(error) else name, "extraInfo": details}}
-    Path(path).write_text(json.dumps(message), encoding="utf-8")
+    with suppress(OSError):  # a full disk: the launcher then goes by the exit code and the log
+        Path(path).write_text(json.dumps(message), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended early, for the user; `log` is that of the rank to blame; `is_stop` if a person stopped it."""
+    """Why a run ended early, for the user.
+
+    `log` is that of the rank to blame. `is_stop` if a person stopped it; `is_crash` if it was neither that, nor a
+    mistake, nor anything else that a rank found out and said plainly: what happens once need not happen twice.
+    """
 
     exit_code: int
     message: str
     log: Path | None = None
     is_stop: bool = False
+    is_crash: bool = False
+
+    def tell(self, more: str = "") -> None:
+        """Say it on stderr, and in the log of the rank to blame.
+
+        Args:
+            more: Joins the sentence's end.
+        """
+        if self.log is not None:
+            with suppress(OSError), self.log.open("a", encoding="utf-8") as file:  # its disk may be full
+                file.write(f"lorashard: {self.message}{more}\n")
+        print(f"lorashard: {self.message}{more}", file=sys.stderr, flush=True)
 
 
 def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> Failure:
@@ -67,14 +89,19 @@ def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> 
     if failure.exitcode < 0 and not details:
         name = failure.signal_name()
         hint = ": out of memory? The kernel's log (dmesg) tells" if -failure.exitcode == signal.SIGKILL else ""
-        return Failure(1, f"error: rank {rank} was killed by {name}{hint} (log: {log})", log)
+        return Failure(1, f"error: rank {rank} was killed by {name}{hint} (log: {log})", log, is_crash=True)
+    if STOPPED_EXIT_CODE in (failure.exitcode, details.get("exit_code")):
+        return Failure(STOPPED_EXIT_CODE, details.get("user_error") or "stopped as asked", log, is_stop=True)
+    if details.get("is_hang"):
+        return Failure(1, f"error: {details['user_error']}", log, is_crash=True)
     # One that had said why was on its way out when the launcher ended the others.
     if failure.exitcode == 2 or details.get("user_error"):
         reason = details.get("user_error") or _read_last_line(log).removeprefix("lorashard: error: ")
         on_rank = "" if rank == 0 else f" (rank {rank}, log: {log})"
         return Failure(details.get("exit_code", 2), f"error: {reason}{on_rank}", log)
     reason = details.get("error") or _read_last_line(log) or "it said nothing"
-    return Failure(1, f"error: rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})", log)
+    message = f"error: rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})"
+    return Failure(1, message, log, is_crash=True)
 
 
 def _find_first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

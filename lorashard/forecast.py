@@ -52,7 +52,7 @@ def plan_run(
         notes = [*notes, f"of {method.name} it is not counted: {method.uncounted}"]
     if method.generates:
         notes = [*notes, f"prompts are taken to have {_ASSUMED_PROMPT_TOKENS} tokens"]
-    training = describe_training(config, cluster.hardware.device_type, epoch_tokens=epoch_tokens)
+    training = describe_training(config, cluster.hardware.device_type, cluster.num_ranks, epoch_tokens=epoch_tokens)
     return plan_training(describe_base(config), training, cluster, config, notes)
 
 
@@ -69,7 +69,11 @@ def describe_base(config: RunConfig) -> BaseModel:
 
 
 def describe_training(
-    config: RunConfig, device_type: str, longest_tokens: int | None = None, epoch_tokens: int | None = None
+    config: RunConfig,
+    device_type: str,
+    num_ranks: int,
+    longest_tokens: int | None = None,
+    epoch_tokens: int | None = None,
 ) -> Training:
     """Return how a run trains; a microbatch is the largest that can come.
 
@@ -82,7 +86,7 @@ def describe_training(
         ConfigError: there is no length to plan for.
     """
     defaults = {field.name: field.default for field in fields(getattr(trl, config.trl_method.config_class))}
-    options: dict[str, Any] = defaults | config.trainer_options
+    options: dict[str, Any] = defaults | config.trainer_options | config.count_accumulation(num_ranks)
     optimizer = options["optim"]
     return Training(
         microbatch=_describe_microbatch(config, options, device_type, longest_tokens),

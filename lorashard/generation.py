@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from . import api, dist
 from .data.formats import Message
 from .data.prompts import Prompt, PromptWriter, read_prompts
 from .data.sources import BadRow
+from .disk import PatientFiles, cut_lines, describe_fault, replace_text
 from .engine import DeviceHome, FileHome, HostHome
 from .errors import ConfigError, DataError
 from .model.generating import needs_all_ranks
@@ -242,6 +244,7 @@ class SampleCallback(TrainerCallback):
         self._tokenizer = tokenizer
         self._prompts = list(prompts)
         self._path = folder / "samples.jsonl"
+        self._files = PatientFiles(lambda line: say(0, line))
         self._token_ids = []
         for number, prompt in enumerate(prompts, 1):
             place = f"sample_prompts: prompt {number}"
@@ -256,8 +259,8 @@ class SampleCallback(TrainerCallback):
         )
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0 and dist.get_rank() == 0:
-            self._path.unlink(missing_ok=True)  # another run's
+        if dist.get_rank() == 0:  # what another run left, and what was noted of steps that are run again
+            cut_lines(self._path, state.global_step or None)
 
     def on_evaluate(self, args, state, control, **kwargs):
         with _set_aside(self._model):
@@ -268,8 +271,8 @@ class SampleCallback(TrainerCallback):
             {"step": state.global_step, "prompt": prompt, "completion": _decode(self._tokenizer, answer)}
             for prompt, answer in zip(self._prompts, answers, strict=True)
         ]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        for line in lines:
+            self._files.append(self._path, json.dumps(line, ensure_ascii=False))
         first = lines[0]
         shown = first["prompt"] if isinstance(first["prompt"], str) else first["prompt"][-1].get("content")
         say(0, f"sample at step {state.global_step}: {_shorten(shown)} -> {_shorten(first['completion'])}")
@@ -350,14 +353,17 @@ def _build_row(row: dict[str, Any], answers: dict[str, str]) -> dict[str, Any]:
 
 
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
+    """Write rows to a file, all or nothing; where its disk does not take them, the work of hours goes elsewhere."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        replace_text(path, text)
+    except OSError as error:
+        descriptor, spare = tempfile.mkstemp(prefix="lorashard-answers-", suffix=".jsonl")
+        os.close(descriptor)
+        Path(spare).write_text(text, encoding="utf-8")
+        raise ConfigError(
+            f"out {path} cannot be written ({describe_fault(error, path.parent)}): the answers are in {spare}"
+        ) from error
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

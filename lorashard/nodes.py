@@ -12,7 +12,7 @@ from . import dist
 from .errors import ConfigError
 
 
-def check_nodes(folder: Path, arguments: TrainingArguments, data: str, checkpoint: str | None) -> bool:
+def check_nodes(folder: Path, arguments: TrainingArguments, data: str, checkpoint: Path | None) -> bool:
     """Return whether all ranks write into one folder; if not, each node has its own, on its own disk.
 
     Args:
@@ -26,7 +26,7 @@ def check_nodes(folder: Path, arguments: TrainingArguments, data: str, checkpoin
 
     Ranks: collective over all ranks.
     """
-    for name, found in (("data", data), ("checkpoint to resume from", Path(checkpoint).name if checkpoint else "none")):
+    for name, found in (("data", data), ("checkpoint to resume from", checkpoint.name if checkpoint else "none")):
         everyone = dist.gather_objects(found)
         other = next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
         if other is not None:

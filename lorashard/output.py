@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import select
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .disk import find_fault
+
 RESULT_FILE_VARIABLE = "LORASHARD_RESULT_FILE"
+# The descriptor of the launcher's own stderr, in a rank whose output goes to a log.
+TERMINAL_VARIABLE = "LORASHARD_TERMINAL_FD"
+_MOST_BYTES_AT_ONCE = 4096  # of a pipe that can be written to, so many never wait (PIPE_BUF)
+
+
+class _Log(io.FileIO):
+    """A log that takes output without an error when its disk is full: the launcher's stderr is shown it instead."""
+
+    def __init__(self, descriptor: int, terminal: int | None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._terminal = terminal
+        self._lost_bytes = 0
+
+    def write(self, data: Any) -> int:
+        given = memoryview(data).cast("B")
+        done = 0
+        try:
+            if self._lost_bytes:
+                super().write(f"\nlorashard: {self._lost_bytes} bytes of output are missing here\n".encode())
+                self._lost_bytes = 0
+            while done < len(given):
+                done += super().write(given[done:]) or 0
+        except OSError as error:
+            if find_fault(error) is None:
+                raise
+            self._lost_bytes += len(given) - done
+            self._show(given)  # also what the log has of it: half a line tells nobody anything
+        return len(given)
+
+    def _show(self, data: memoryview) -> None:
+        try:
+            while data and self._terminal is not None and select.select([], [self._terminal], [], 0)[1]:
+                data = data[os.write(self._terminal, data[:_MOST_BYTES_AT_ONCE]) :]
+        except OSError:  # it is gone, or its disk is full too
+            self._terminal = None
+
+
+def outlive_full_disks(is_result_elsewhere: bool) -> None:
+    """Let what this process prints into a file be lost, rather than end the process, when the disk is full.
+
+    A progress bar or a warning is not worth a run.
+
+    Args:
+        is_result_elsewhere: stdout is a log too, and not where the command's result goes.
+    """
+    handed = os.environ.pop(TERMINAL_VARIABLE, None)
+    terminal = int(handed) if handed else None
+    if terminal is not None:
+        os.set_inheritable(terminal, False)
+    for name in ("stdout", "stderr") if is_result_elsewhere else ("stderr",):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__") or not _is_file(stream):
+            continue
+        stream.flush()
+        log = io.BufferedWriter(_Log(stream.fileno(), terminal))
+        replaced = io.TextIOWrapper(log, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, replaced)
+
+
+def _is_file(stream: Any) -> bool:
+    return stream is not None and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
 def say(rank: int, line: str) -> None:

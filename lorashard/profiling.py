@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from . import dist
+from .disk import describe_fault, replace_text
 from .engine import Engine
 
 _logger = logging.getLogger(__name__)
@@ -87,14 +90,32 @@ class StepProfiler:
         exposed_s = self._engine.stats().wait_s - self._begin_wait_s  # on CUDA this waits for the device
         total_s = time.perf_counter() - self._begin_s
         self._profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._folder / f"rank_{dist.get_rank()}.json"))
+        self._write(self._write_trace)
         facts = sum_up(self._profiler.events(), total_s, exposed_s)
         everyone = dist.gather_objects(facts)
         if dist.get_rank() == 0:
             summary = describe(everyone, self._first, self._last)
-            (self._folder / "summary.md").write_text(summary, encoding="utf-8")
+            self._write(lambda: replace_text(self._folder / "summary.md", summary))
         self._profiler, self._is_done = None, True
+
+    def _write_trace(self) -> None:
+        assert self._profiler is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank_{dist.get_rank()}.json"
+        self._profiler.export_chrome_trace(str(path))
+        with path.open("rb") as file:
+            file.seek(-min(16, path.stat().st_size), os.SEEK_END)
+            end = file.read().rstrip()
+        if not end.endswith(b"}"):  # torch does not say that the disk is full
+            path.unlink()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Go on without a file that cannot be written: it is not worth the run."""
+        try:
+            write()
+        except OSError as error:
+            _logger.warning("profile_steps: %s lacks a file: %s", self._folder, describe_fault(error, self._folder))
 
 
 def sum_up(events: Iterable[Any], total_s: float, exposed_s: float) -> dict[str, float]:

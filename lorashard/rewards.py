@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import ConfigError
+from .model.checkpoint import Checkpoint, resolve_folder
+from .model.model_config import read_model_config
 
 # What `trl grpo` takes by name; the rest are import paths.
 _NAMED = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
@@ -19,12 +21,23 @@ _OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # as `trl gr
 Reward = str | Callable[..., Any]
 
 
-def load_rewards(names: list[str], model_name_or_path: str | None) -> list[Reward]:
+def load_rewards(names: list[str], model_name_or_path: str | None, trust_remote_code: bool = False) -> list[Reward]:
     """Return what GRPOTrainer takes as `reward_funcs`: a reward model's name, which it loads whole, and functions.
 
+    The trainer would take pickled weights too, and say of damaged ones what transformers says: so the model is looked
+    at here.
+
+    Args:
+        trust_remote_code: Run code that comes with the reward model.
+
     Raises:
+        CheckpointError: The reward model is missing, damaged, or needs code of its own.
         ConfigError: A function is not found, or needs a package that is not there.
     """
+    if model_name_or_path:
+        folder = resolve_folder(model_name_or_path)
+        with Checkpoint.open(folder):
+            read_model_config(folder, trust_remote_code)
     model: list[Reward] = [model_name_or_path] if model_name_or_path else []
     return model + [_load_function(name) for name in names]
 

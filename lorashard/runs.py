@@ -1,5 +1,7 @@
 """A run is a folder: what it was asked, where it stands, what each rank measured.
 
+A disk that takes none of it does not end the run; see `disk.PatientFiles`.
+
 config.yaml  versions.json   the resolved options and the libraries that ran
 plan.json                    what each placement was predicted to cost, where one was planned
 status.json                  phase, step, pid; replaced at each change
@@ -19,7 +21,9 @@ import math
 import os
 import platform
 import shutil
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,10 @@ import psutil
 import torch
 
 from . import __version__
+from .disk import PatientFiles, cut_lines, describe_fault, replace_text
 from .engine import Engine
+from .errors import ConfigError
+from .stopping import find_restarts
 
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
 
@@ -43,49 +50,85 @@ class Run:
         self._rank = rank
         self._world_size = world_size
         self._status: dict[str, Any] = {}
-        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        if find_restarts(os.environ):  # the same run, in new processes
+            said = _read_status(folder)
+            self._status = {name: said[name] for name in ("restarts", "has_begun") if name in said}
+        self._files = PatientFiles(_tell)
+        try:
+            (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir {folder} cannot be written to: {error.strerror}") from error
 
-    def begin(self, config_yaml: str, is_resumed: bool) -> None:
+    def begin(self, config_yaml: str, resumed_step: int | None) -> None:
         """Record what was asked and what runs it; remove what another run left, unless this one goes on with it.
 
         Called when nothing can be wrong with options, data and model any more: a mistake must not cost the old run.
+
+        Args:
+            resumed_step: The step from which this run goes on in its own folder: what was noted of later ones goes, for
+                they are run again. None for a run that is new to the folder.
         """
-        if not is_resumed:
-            (self.folder / "ranks" / f"rank_{self._rank}.jsonl").unlink(missing_ok=True)
+        own = self.folder / "ranks" / f"rank_{self._rank}.jsonl"
         if self._rank != 0:
+            cut_lines(own, resumed_step)
             return
+        others = {self.folder / "ranks" / f"rank_{rank}.jsonl" for rank in range(1, self._world_size)}
+        for path in (self.folder / "metrics.jsonl", *(self.folder / "ranks").glob("rank_*.jsonl")):
+            if path not in others:  # a rank that there is no longer leaves its lines to rank 0
+                cut_lines(path, resumed_step)
         # Of a run that goes on its last checkpoint holds the adapter; the one at the root is that of an ended run.
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
-        if not is_resumed:
-            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+        if resumed_step is None:
             for checkpoint in self.folder.glob("checkpoint-*/"):  # a later resume must not find another run's
                 shutil.rmtree(checkpoint)
-        _replace(self.folder / "config.yaml", config_yaml)
+        self._files.replace(self.folder / "config.yaml", config_yaml)
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
         versions |= {"lorashard": __version__, "python": platform.python_version()}
-        _replace(self.folder / "versions.json", json.dumps(versions, indent=2))
+        self._files.replace(self.folder / "versions.json", json.dumps(versions, indent=2))
+        self.set_status(self._status.get("phase", "load"), has_begun=True)
 
     def set_status(self, phase: str, **facts: Any) -> None:
-        """Say where the run stands: tokenise, load, train, save, done, failed or stopped."""
+        """Say where the run stands: start, tokenise, load, train, save, done, failed or stopped."""
         if self._rank == 0:
             self._status |= {"phase": phase, "pid": os.getpid(), "world_size": self._world_size, "time": time.time()}
             self._status |= facts
-            _replace(self.folder / "status.json", _to_json(self._status))
+            self._files.replace(self.folder / "status.json", _to_json(self._status))
 
     def save_plan(self, plan: dict[str, Any]) -> None:
         """Write down what each placement was predicted to cost, and which was taken."""
         if self._rank == 0:
-            _replace(self.folder / "plan.json", json.dumps(plan, indent=1))
+            self._files.replace(self.folder / "plan.json", json.dumps(plan, indent=1))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
         if self._rank == 0:
-            _append(self.folder / "metrics.jsonl", metrics)
+            self._files.append(self.folder / "metrics.jsonl", _to_json(metrics))
 
     def add_rank_line(self, line: dict[str, Any]) -> None:
         """Append a line to this rank's own file."""
-        _append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", line)
+        self._files.append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", _to_json(line))
+
+
+def record_start(folder: Path) -> None:
+    """Say in status.json that a run is about to start its ranks: what it said was of another run."""
+    _write_status(folder, {"phase": "start"}, "has started")
+
+
+def record_restart(folder: Path, reason: str) -> None:
+    """Add to the `restarts` of status.json why the ranks are started again."""
+    said = _read_status(folder)
+    said |= {"phase": "start", "restarts": [*said.get("restarts", []), reason]}
+    _write_status(folder, said, "was started again")
+
+
+def has_begun(folder: Path) -> bool:
+    """Tell whether the run of a folder has come to its training, so that the checkpoints there are its own.
+
+    A folder without status.json is that of a node whose disk rank 0 does not see, and counts as begun.
+    """
+    said = _read_status(folder)
+    return bool(said.get("has_begun", not said))
 
 
 def record_end(folder: Path, phase: str, reason: str, begin_s: float) -> None:
@@ -94,11 +137,27 @@ def record_end(folder: Path, phase: str, reason: str, begin_s: float) -> None:
     Args:
         begin_s: when the run began; what is older is another run's.
     """
-    path = folder / "status.json"
-    said = json.loads(path.read_text()) if path.exists() else {}
+    said = _read_status(folder)
     if said.get("time", 0) < begin_s:
         said = {}
-    _replace(path, _to_json(said | {"phase": phase, "error": reason, "time": time.time()}))
+    _write_status(folder, said | {"phase": phase, "error": reason}, "has ended")
+
+
+def _read_status(folder: Path) -> dict[str, Any]:
+    path = folder / "status.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        _tell(f"{path} cannot be read: {describe_fault(error, folder)}")
+        return {}
+
+
+def _write_status(folder: Path, facts: dict[str, Any], news: str) -> None:
+    path = folder / "status.json"
+    try:
+        replace_text(path, _to_json(facts | {"time": time.time()}))
+    except OSError as error:
+        _tell(f"{path} does not say that the run {news}: {describe_fault(error, folder)}")
 
 
 def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
@@ -125,15 +184,10 @@ def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
     return facts
 
 
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_to_json(line) + "\n")
+def _tell(line: str) -> None:
+    """Tell the person; on each rank, for each has files of its own."""
+    with suppress(OSError):  # where that cannot be written either, the run goes on as well
+        print(f"lorashard: {line}", file=sys.stderr, flush=True)
 
 
 def _to_json(facts: dict[str, Any]) -> str:

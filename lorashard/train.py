@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +21,73 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_liger_kernel_available
 
 from . import api, dist
 from .checkpoint import check_adapter, save_adapter
+from .checkpoint_files import check_checkpoint
 from .config import RunConfig
 from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
-from .errors import ConfigError
+from .errors import ConfigError, RunStopped
 from .forecast import describe_base, describe_training
+from .heartbeat import Heartbeat
 from .loraplus import make_loraplus_optimizer
+from .manifest import clear_leftovers, delete, list_checkpoints, read_step, set_aside
+from .merging.staging import together
 from .nodes import check_nodes
+from .nonfinite import NonfiniteRule
 from .plan.auto import plan_here
 from .plan.choose import Plan, PlanError
 from .plan.costs import Row
 from .profiling import StepProfiler
+from .resuming import check_resume, check_wanted, choose_checkpoint, describe_run, read_progress
 from .rewards import Reward, load_rewards
 from .runs import Run, measure_rank
+from .stopping import StopRequest
+from .trackers import drop_refused_trackers
+from .trainer import Survival, make_surviving
 
 _CHECKED_TOKENS = 64
 
 
-def finetune(config: RunConfig) -> None:
+def finetune(config: RunConfig, stop: StopRequest) -> None:
     """Train a LoRA adapter on this rank; leave it, checked, in `config.output_dir`.
+
+    Args:
+        stop: looked at between phases, and at the end of each step, where a checkpoint is written first.
 
     Raises:
         UserError: a mistake in options, data or model; all ranks raise alike.
+        TrainingError: a loss or the gradient's norm was not finite; all ranks raise alike.
+        RunStopped: `stop` was asked for.
 
     Ranks: run by every rank. The data is prepared before the ranks form a group, so that no collective waits for it.
     """
     env = dist.read_launcher_env()
     rank, world_size = (env.rank, env.world_size) if env else (0, 1)
-    checkpoint = _find_checkpoint(config)
+    check_wanted(config)
     run = Run(Path(config.output_dir), rank, world_size)
     run.set_status("tokenise", error=None)
-    try:
-        _finetune(config, run, rank, checkpoint)
-    except KeyboardInterrupt:
-        run.set_status("stopped", error="KeyboardInterrupt")
-        raise
-    except BaseException as error:
-        run.set_status("failed", error=f"{type(error).__name__}: {error}")
-        raise
+    with Heartbeat(env, config.heartbeat_timeout, lambda reason: run.set_status("failed", error=reason)) as heartbeat:
+        try:
+            _finetune(config, run, rank, stop, heartbeat)
+        except (KeyboardInterrupt, RunStopped) as error:
+            run.set_status("stopped", error=str(error) or "KeyboardInterrupt")
+            raise
+        except BaseException as error:
+            if dist.is_timeout(error):
+                error.add_note(heartbeat.describe_ranks())
+            run.set_status("failed", error=f"{type(error).__name__}: {error}")
+            raise
 
 
-def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) -> None:
+def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbeat: Heartbeat) -> None:
+    def tell(line: str) -> None:
+        _say(rank, line)
+
+    heartbeat.note("tokenise")
     tokenizer = load_tokenizer(
         config.model_name_or_path,
         config.model_revision,
@@ -76,10 +97,30 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     )
     prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
     _say(rank, f"dataset: {prepared.report.summary()}")
+    stop.check("the training had not begun")
     run.set_status("load")
+    heartbeat.note("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
-    rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
+    dist.set_timeout(arguments.ddp_timeout)
+    rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path, config.trust_remote_code)
+    checkpoint = choose_checkpoint(config, arguments.local_process_index == 0, tell)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
+    facts = describe_run(config, arguments, prepared)
+    survival = Survival(
+        stop=stop,
+        facts=asdict(facts),
+        nonfinite=NonfiniteRule(
+            skips=config.on_nonfinite == "skip",
+            name_rows=lambda rows, num_rows: prepared.name_rows(rows, num_rows, tokenizer),
+            tell=tell,
+            note=run.add_rank_line,
+        ),
+        rows_per_step=config.global_batch_size,
+        saved_world_size=check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None,
+        tell=tell,
+    )
     placement, plan = _place(config, prepared, run, rank)
     set_seed(arguments.seed)
     begin_s = time.perf_counter()
@@ -97,7 +138,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     if checkpoint is not None:
         base = api.base_of(model)
         assert base is not None
-        base.identity.check(Path(checkpoint), config.model_name_or_path, config.allow_base_mismatch)
+        base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     stats = api.stats(model)
     _say(
@@ -107,26 +148,37 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
         f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
-    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards)
+    stop.check("the training had not begun")
+    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
     # First, so that trackers and the progress bar see what it adds to a log line.
     trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
+    trainer.add_callback(_HeartbeatCallback(heartbeat))
+    drop_refused_trackers(
+        trainer.callback_handler.callbacks, arguments.report_to, run.folder, lambda line: _say(rank, line)
+    )
     if config.profile_range is not None:
         profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
         trainer.add_callback(_ProfileCallback(profiler))
     if config.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold))
+        trainer.add_callback(_EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold))
     if config.sample_prompts is not None:
         from .generation import SampleCallback
 
         as_chat = tokenizer.chat_template is not None and prepared.report.is_chat
         sampler = SampleCallback(model, tokenizer, config.sample_prompts, run.folder, as_chat=as_chat)
         trainer.callback_handler.callbacks.insert(0, sampler)  # before the run's own, which leaves the pause out
-    run.begin(config.to_yaml(), is_resumed=config.resumes_in_place)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    writes = rank == 0 or (not is_shared and arguments.local_process_index == 0)
+    is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()
+    if writes:
+        clear_leftovers(run.folder)
+        _set_aside(run.folder, checkpoint if is_in_place else None, config, rank)
+    run.begin(config.to_yaml(), resumed_step=read_progress(checkpoint) if checkpoint and is_in_place else None)
+    if checkpoint is not None:
+        _say(rank, f"going on from {checkpoint}, step {read_progress(checkpoint)}")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     run.set_status("save", step=trainer.state.global_step)
-    if rank == 0 or (not is_shared and arguments.local_process_index == 0):
-        save_adapter(model, tokenizer, run.folder)
-    trainer.accelerator.wait_for_everyone()
+    heartbeat.note("save", trainer.state.global_step)
+    together(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
     verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
     _say(rank, f"adapter: saved to {run.folder} and read back: {verdict}")
     measured = measure_rank(api.engine_of(model), base_bytes)
@@ -134,6 +186,29 @@ def _finetune(config: RunConfig, run: Run, rank: int, checkpoint: str | None) ->
     if plan is not None:
         _say(rank, _compare_with_plan(plan.choice, measured))
     run.set_status("done", step=trainer.state.global_step)
+    _end_group(trainer)
+
+
+def _set_aside(folder: Path, checkpoint: Path | None, config: RunConfig, rank: int) -> None:
+    """Rename the checkpoints that this run goes on without: damaged ones, and those of steps that it does again."""
+    for found in list_checkpoints(folder):
+        if checkpoint is not None and read_step(found) <= read_progress(checkpoint):
+            continue
+        if config.overwrite_output_dir:
+            delete(found)
+        else:
+            _say(rank, f"{found.name} is not gone on from: it is now {set_aside(found).name}")
+
+
+def _end_group(trainer: Trainer) -> None:
+    """Let the trackers finish, and the ranks leave their group.
+
+    DDP goes first. Where it is the last to hold the group, its end waits, with the interpreter's lock, for the group's
+    threads, and they may wait for that lock: gloo ranks then hang at the very end (seen in 1 run of 20).
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    gc.collect()
     trainer.accelerator.end_training()
 
 
@@ -150,7 +225,11 @@ def _place(config: RunConfig, prepared: Prepared, run: Run, rank: int) -> tuple[
         return options, None
     device = api.join_launch()
     training = describe_training(
-        config, device.type, prepared.report.longest_tokens, epoch_tokens=prepared.report.num_tokens
+        config,
+        device.type,
+        dist.get_world_size(),
+        prepared.report.longest_tokens,
+        epoch_tokens=prepared.report.num_tokens,
     )
     try:
         plan = plan_here(describe_base(config), training, device, config)
@@ -194,7 +273,8 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
         if not is_liger_kernel_available():
             raise ConfigError("use_liger_kernel: Liger's kernels are not installed: pip install liger-kernel")
     method = config.trl_method
-    decided: dict[str, Any] = {
+    env = dist.read_launcher_env()
+    decided: dict[str, Any] = config.count_accumulation(world_size or (env.world_size if env else 1)) | {
         "output_dir": config.output_dir,
         "use_cpu": use_cpu,
         "trust_remote_code": config.trust_remote_code,
@@ -232,8 +312,9 @@ def build_trainer(
     arguments: TrainingArguments,
     prepared: Prepared,
     rewards: Sequence[Reward],
+    survival: Survival,
 ) -> Trainer:
-    """Return TRL's trainer of the method, unmodified.
+    """Return TRL's trainer of the method, with complete checkpoints and what else makes a run survive.
 
     Args:
         rewards: Of a method that generates; empty otherwise.
@@ -248,7 +329,8 @@ def build_trainer(
     if config.loraplus_lr_ratio is not None:
         optimizer = make_loraplus_optimizer(model, arguments, config.loraplus_lr_ratio)
     try:
-        return getattr(trl, method.trainer_class)(
+        return make_surviving(getattr(trl, method.trainer_class))(
+            survival=survival,
             model=model,
             args=arguments,
             train_dataset=prepared.train,
@@ -275,6 +357,36 @@ class _ProfileCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._profiler.close()
+
+
+class _EarlyStopping(EarlyStoppingCallback):
+    """Goes on counting evaluations without improvement where the checkpoint's run had come to."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})["attributes"]
+        self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
+        control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
+
+
+class _HeartbeatCallback(TrainerCallback):
+    """Tells the heartbeat what the trainer does."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._heartbeat.note("train", state.global_step + 1)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_evaluate:
+            self._heartbeat.note("evaluate", state.global_step)
+        elif control.should_save:
+            self._heartbeat.note("save", state.global_step)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if control.should_save:
+            self._heartbeat.note("save", state.global_step)
 
 
 class _RunCallback(TrainerCallback):
@@ -317,23 +429,6 @@ class _RunCallback(TrainerCallback):
         self._run.add_metrics({"step": state.global_step, "time": time.time()} | logs)
         self._run.add_rank_line({"step": state.global_step} | measure_rank(self._engine, self._base_bytes))
         self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
-
-
-def _find_checkpoint(config: RunConfig) -> str | None:
-    wanted = config.resume_from_checkpoint
-    if not wanted:
-        return None
-    if isinstance(wanted, str):
-        if not os.path.isdir(wanted):
-            raise ConfigError(f"resume_from_checkpoint: expected a checkpoint's folder, found nothing at {wanted}")
-        return wanted
-    found = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
-    if found is None:
-        raise ConfigError(
-            f"resume_from_checkpoint: expected a checkpoint in {config.output_dir}, found none; leave the option out "
-            "to start anew"
-        )
-    return found
 
 
 def _take_tokens(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> torch.Tensor:

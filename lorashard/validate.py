@@ -54,7 +54,7 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 
     build_arguments(config, device_type == "cpu", num_ranks)
     if config.trl_method.generates:
-        load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
+        load_rewards(config.reward_funcs or [], config.reward_model_name_or_path, config.trust_remote_code)
 
 
 def _describe_adapter(config: RunConfig) -> str:

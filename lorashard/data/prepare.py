@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,16 +29,19 @@ from ..errors import DataError
 from ..methods import METHODS, Method
 from .encode import Encoding, encode_source
 from .options import DataOptions
+from .places import find_positions, read_places, write_place
 from .report import DataReport, SkippedRows
 from .sources import BadRow, Source, open_source
 from .trl_rows import find_schema, make_table, open_rows
 
 logger = logging.getLogger(__name__)
 
-# Count up when the same options, rows and tokenizer give other tokens or labels than before.
-_RECIPE_VERSION = 2
+# Count up when the same options, rows and tokenizer give other tokens, labels or files than before.
+_RECIPE_VERSION = 3
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "trl")
 _WRITE_ROWS = 1000
+_PLACES_SUFFIX = "places"
+_SHOWN_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,25 @@ class Prepared:
     eval_report: DataReport | None
     path: Path
     """The folder that holds them; its name is the hash of all that they depend on, equal on all ranks."""
+    shuffle_seed: int | None
+    """None if the rows were not shuffled."""
+
+    def name_rows(self, indices: Sequence[int], num_rows: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Say for rows of `train`, as the trainer counts them, where a person finds them.
+
+        That is their place in the dataset, but for packed sequences, which are told by their first words, and for rows
+        that the trainer has made others of.
+
+        Args:
+            num_rows: How many rows the trainer has.
+        """
+        if self.report.num_packed is not None:
+            starts = [tokenizer.decode(self.train[index]["input_ids"][:_SHOWN_TOKENS]) for index in indices]
+            return [f"packed sequence {n} ({start!r}...)" for n, start in zip(indices, starts, strict=True)]
+        if num_rows != len(self.train):
+            return [f"row {index} of those that TRL's trainer made of the dataset's" for index in indices]
+        positions = find_positions(indices, num_rows, self.shuffle_seed)
+        return read_places(self.path / f"train.{_PLACES_SUFFIX}", positions)
 
 
 def prepare(
@@ -150,11 +172,15 @@ def _encode_split(
     tokens = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": tokens, "labels": tokens})
     writer = ArrowWriter(features=features, path=str(path), writer_batch_size=_WRITE_ROWS)
-    with tqdm(results, desc=f"Tokenising {source.name}", unit=" rows", disable=None) as progress:
+    with (
+        tqdm(results, desc=f"Tokenising {source.name}", unit=" rows", disable=None) as progress,
+        path.with_suffix(f".{_PLACES_SUFFIX}").open("w", encoding="utf-8") as places,
+    ):
         for place, result in progress:
             report.add(place, result)
             if isinstance(result, Encoding):
                 writer.write({"input_ids": result.input_ids, "labels": result.labels})
+                write_place(places, place)
     writer.finalize()
     writer.close()
     _check_report(report, options)
@@ -191,10 +217,13 @@ def _copy_split(
         raise DataError(f"dataset {source.name!r}: {error}") from error
     _check_report(report, options)
     _, rows = open_rows(source, method, has_chat_template, max_samples)
-    kept = (row for _, row in rows if not isinstance(row, BadRow))
+    kept = ((place, row) for place, row in rows if not isinstance(row, BadRow))
     writer = ArrowWriter(schema=schema, path=str(folder / f"{name}.arrow"))
-    while batch := list(islice(kept, _WRITE_ROWS)):
-        writer.write_table(make_table(batch, schema))
+    with (folder / f"{name}.{_PLACES_SUFFIX}").open("w", encoding="utf-8") as places:
+        while batch := list(islice(kept, _WRITE_ROWS)):
+            writer.write_table(make_table([row for _, row in batch], schema))
+            for place, _ in batch:
+                write_place(places, place)
     writer.finalize()
     writer.close()
     return report
@@ -239,7 +268,8 @@ def _load(folder: Path, options: DataOptions) -> Prepared:
             found[name] = (_load_rows(folder / f"{name}.arrow", options), _load_report(folder / f"{name}.json"))
     train, report = found["train"]
     eval_rows, eval_report = found.get("eval", (None, None))
-    return Prepared(train, eval_rows, report, eval_report, folder)
+    shuffle_seed = options.seed if options.shuffle_dataset else None
+    return Prepared(train, eval_rows, report, eval_report, folder, shuffle_seed)
 
 
 def _load_rows(path: Path, options: DataOptions) -> datasets.Dataset:

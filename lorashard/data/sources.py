@@ -20,6 +20,7 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.file_download import repo_folder_name
 
 from ..errors import DataError
+from ..links import find_link_out
 
 _JSON_CHUNK_CHARS = 1 << 16
 _CSV_FIELD_CHARS = 1 << 30
@@ -138,6 +139,8 @@ def open_source(name: str, split: str, config: str | None, revision: str | None)
     A folder's splits are told from the names of its files as the datasets library does: `train.jsonl`,
     `data/test-00000-of-00001.parquet`, `train/part.csv`; names that say nothing are all `train`.
     """
+    if "://" in name:  # it may hold a password, so it is not repeated
+        raise DataError("expected a dataset's file, folder or hub id, found an address with '://'")
     path = Path(name).expanduser()
     if path.exists() and (config or revision):
         raise DataError(f"dataset_config and dataset_revision are for hub datasets, but {name!r} is a local path")
@@ -161,6 +164,16 @@ def _open_folder(name: str, folder: Path, split: str) -> FileSource:
     splits = {str(key): sorted(Path(file) for file in files) for key, files in found.items() if files}
     if not splits:
         raise DataError(f"folder {name!r} holds no {', '.join(_READERS)} file")
+    files = [path for paths in splits.values() for path in paths]
+    compressed = next((path for path in files if path.suffix not in _READERS), None)
+    if compressed is not None:
+        raise DataError(f"folder {name!r} holds {compressed.name}, which is compressed: unpack it first")
+    link = find_link_out(folder.resolve(), files)
+    if link is not None:
+        raise DataError(
+            f"folder {name!r} is expected to hold its files itself, and a link leads out of it: {link}. If that is the "
+            "file you mean, copy it there or name it; if the folder is another's, do not trust it"
+        )
     if split not in splits:
         raise DataError(f"folder {name!r} has the splits {', '.join(sorted(splits))}, but not {split!r}")
     root = folder.resolve()
@@ -184,6 +197,8 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Row]:
                 yield Row(f"{name} line {number}", BadRow("broken JSON", f"{error.msg} at column {error.colno}"))
             except UnicodeDecodeError as error:
                 yield Row(f"{name} line {number}", BadRow("broken JSON", f"not UTF-8 text at byte {error.start}"))
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+                yield Row(f"{name} line {number}", BadRow("broken JSON", _first_line(error)))
             else:
                 yield _check_object(f"{name} line {number}", value)
 
@@ -224,6 +239,8 @@ def _decode_list(file: TextIO, name: str) -> Iterator[Any]:
             if not error.msg.startswith("Unterminated string") and error.pos < len(text) - 16:
                 raise DataError(_explain_broken_list(name, number, error.msg)) from error
             is_whole, message = False, error.msg
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+            raise DataError(_explain_broken_list(name, number, _first_line(error))) from error
         if is_whole:
             number += 1
             yield item

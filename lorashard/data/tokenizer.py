@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError
+from ..model.checkpoint import check_links, read_json_object
+from ..model.model_config import describe_error, explain_code
+
+_CONFIG_NAMES = ("tokenizer_config.json", "config.json")  # either may name code
 
 
 def load_tokenizer(
@@ -48,12 +53,33 @@ def load_tokenizer(
 
 
 def _load(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if "://" in name:  # it may hold a password, so it is not repeated
+        raise CheckpointError("expected a tokenizer's folder or hub id, found an address with '://'")
+    is_folder = Path(name).is_dir()
+    if is_folder:
+        check_links(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # the libraries behind it raise anything, down to bare Exceptions from Rust
-        kind = "folder" if Path(name).is_dir() else "hub id"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cached = None if is_folder else try_to_load_from_cache(name, _CONFIG_NAMES[0], revision=revision)
+        folder = Path(name) if is_folder else Path(cached).parent if isinstance(cached, str) else None
+        kind = "folder" if is_folder else "hub id"
+        reason = (folder and _explain(error, folder)) or describe_error(error)
         raise CheckpointError(f"no tokenizer could be loaded from the {kind} {name!r}: {reason}") from error
+
+
+def _explain(error: Exception, folder: Path) -> str | None:
+    """Return which file is damaged, or which code is not run, if it is one of these."""
+    for file in sorted(folder.glob("*.json")):
+        is_config = file.name in _CONFIG_NAMES
+        try:
+            values = read_json_object(file) if is_config or file.name == "tokenizer.json" else {}
+        except CheckpointError as damage:
+            return str(damage)
+        code = explain_code(error, folder, values) if is_config else None
+        if code is not None:
+            return code
+    return None
 
 
 def _load_chat_template(path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> str:
@@ -62,6 +88,8 @@ def _load_chat_template(path: str, tokenizer: PreTrainedTokenizerBase, trust_rem
             return Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"chat_template_path {path!r} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"chat_template_path {path!r} is not UTF-8 text ({error.reason})") from error
     source = _load(path, None, trust_remote_code)
     if source.chat_template is None:
         raise ConfigError(f"chat_template_path {path!r}: its tokenizer has no chat template")

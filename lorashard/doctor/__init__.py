@@ -17,7 +17,8 @@ from pathlib import Path
 from ..devices import VisibleGpus, build_environment, choose_ranks, find_gpus, find_launcher
 from ..errors import ConfigError, VerificationError
 from ..failures import Failure, record_failure
-from ..launch import find_python_flags, run_ranks, take_place
+from ..group import find_python_flags, run_ranks
+from ..launch import take_place
 from ..output import RESULT_FILE_VARIABLE, give
 from ..use_options import DoctorOptions
 from .checks import Check, has_failed, merge_ranks, report, summarise
@@ -99,6 +100,8 @@ def _start_ranks(
         failure = run_ranks(command, choice.num_ranks, logs_dir, grace_s=_GRACE_S, mirror=sys.stderr)
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
+    if failure is not None:
+        failure.tell()
     found = []
     if result_file.is_file():
         found = [Check(**check) for check in json.loads(result_file.read_text(encoding="utf-8"))["checks"]]

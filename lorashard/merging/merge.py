@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from peft import PeftConfig, PeftModel, TaskType, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import dist
 from ..engine import Engine, Placeholder
@@ -22,6 +22,7 @@ from ..model.adapters import base_test, inject
 from ..model.checkpoint import Checkpoint, StoredTensor
 from ..model.identity import ADAPTER_NAME
 from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton, put_placeholders
+from ..model.model_config import read_model_config
 from ..model.refusals import check_config
 from ..model.saved import count_labels, read_config, restore
 from ..model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase
@@ -177,7 +178,7 @@ def merge_live(
 
 def find_dtype(folder: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> torch.dtype:
     """Return the dtype that `from_pretrained` with dtype "auto" would give to a model."""
-    found = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "dtype", None)
+    found = getattr(read_model_config(folder, trust_remote_code), "dtype", None)
     if isinstance(found, str):
         found = getattr(torch, found)
     stored = (tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype.is_floating_point)

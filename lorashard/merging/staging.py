@@ -15,6 +15,7 @@ from typing import TypeVar
 import psutil
 
 from .. import dist
+from ..disk import describe_fault, find_fault, show_bytes
 from ..errors import CheckpointError, ConfigError, UserError
 
 T = TypeVar("T")
@@ -24,7 +25,8 @@ def together(action: Callable[[], T], on_rank: int | None = None) -> T | None:
     """Run `action` on every rank, or on one alone; when it raises anywhere, raise everywhere.
 
     Raises:
-        CheckpointError: `action` has failed on another rank.
+        OSError: the disk of another rank has refused something.
+        CheckpointError: `action` has failed on another rank in another way.
 
     Ranks: collective over all ranks.
     """
@@ -34,12 +36,18 @@ def together(action: Callable[[], T], on_rank: int | None = None) -> T | None:
             result = action()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-    found = dist.gather_objects(None if failure is None else (isinstance(failure, UserError), str(failure)))
+    told = None
+    if failure is not None:
+        is_plain = isinstance(failure, UserError)
+        told = (is_plain, str(failure), None if is_plain else find_fault(failure))
+    found = dist.gather_objects(told)
     if failure is not None:
         raise failure
     for rank, error_of_rank in enumerate(found):
         if error_of_rank is not None:
-            is_plain, text = error_of_rank
+            is_plain, text, fault = error_of_rank
+            if fault is not None:  # every rank says the same, whichever is heard first
+                raise OSError(fault, os.strerror(fault))
             raise CheckpointError(text if is_plain else f"rank {rank} failed: {text}")
     return result
 
@@ -102,7 +110,7 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
         os.rename(partial, out)
         _sync(out.parent)
 
-    with _exit_on_sigterm(), _explained(out):
+    with _exit_on_sigterm(), _explained(out, place, num_bytes):
         try:
             together(prepare, on_rank=0)
             yield partial
@@ -113,12 +121,13 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _explained(out: Path) -> Iterator[None]:
+def _explained(out: Path, place: Path, num_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written ({error.strerror or error}): make room or give another target; nothing is left"
+            f"{out} could not be written: it takes {show_bytes(num_bytes)} ({describe_fault(error, place)}); make room "
+            "or give another target; nothing of it is left"
         ) from error
 
 
@@ -161,8 +170,8 @@ def _check_room(place: Path, num_bytes: int, out: Path) -> None:
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < num_bytes:
         raise CheckpointError(
-            f"{out} will take {num_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free in {place}: make "
-            "room or give another target"
+            f"{out} will take {show_bytes(num_bytes)}, and {show_bytes(free_bytes)} are free in {place}: make room or "
+            "give another target"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftMo
             return get_peft_model(model, config, **options)
         except ShardError as error:
             raise ConfigError(f"PEFT rewrites the base to make this adapter, and it is read-only: {error}") from error
-        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError, re.error) as error:
             raise ConfigError(
                 f"PEFT cannot put this adapter on {type(model).__name__}: {' '.join(str(error).split())}"
             ) from error

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import constants, snapshot_download
@@ -27,7 +28,9 @@ from huggingface_hub.errors import (
 )
 
 from ..errors import CheckpointError
+from ..links import find_link_out
 
+CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -53,9 +56,16 @@ DTYPES = {
 # Everything but weights: configuration, tokenizer, chat template, custom code.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 _FOREIGN_FILES = ["original/*", "onnx/*", "openvino/*", "gguf/*"]
+_TEMPLATES_FOLDER = "additional_chat_templates"
 
 
-def resolve_folder(model_name_or_path: str | Path, revision: str | None = None, *, allow_download: bool = True) -> Path:
+def resolve_folder(
+    model_name_or_path: str | Path,
+    revision: str | None = None,
+    *,
+    allow_download: bool = True,
+    may_link: bool = False,
+) -> Path:
     """Return the local folder of a model, downloading it from the hub where it is not on disk yet.
 
     Only `model.safetensors`, or the files that its index names, and the small files beside them are downloaded:
@@ -65,13 +75,19 @@ def resolve_folder(model_name_or_path: str | Path, revision: str | None = None, 
         model_name_or_path: A folder, or a hub id such as `org/model`. A folder that exists wins.
         revision: Branch, tag or commit of a hub id; has no meaning for a folder.
         allow_download: False takes only what is in the hub's cache.
+        may_link: Files of a folder may be links to anywhere: lorashard has made it itself.
 
     Raises:
-        CheckpointError: The folder is missing, or the hub has no such model, or it cannot be reached.
+        CheckpointError: The folder is missing or has links that lead out of it, or the hub has no such model, or it
+            cannot be reached.
     """
     name = str(model_name_or_path)
+    if "://" in name:  # it may hold a password, so it is not repeated
+        raise CheckpointError("Expected a model folder or a hub id such as org/model, found an address with '://'.")
     path = Path(name).expanduser()
     if path.is_dir():
+        if not may_link:
+            check_links(path)
         return path
     if path.exists():
         raise CheckpointError(f"Expected a model folder or a hub id, found a file: {path}. Give the folder it lies in.")
@@ -91,6 +107,52 @@ def resolve_folder(model_name_or_path: str | Path, revision: str | None = None, 
         if not is_online and not all((folder / weight).is_file() for weight in weights):
             raise LocalEntryNotFoundError("the weights are missing")
     return folder
+
+
+def check_links(folder: Path) -> None:
+    """Refuse the folder of a model, tokenizer or adapter in which a link leads to a file outside of it.
+
+    Raises:
+        CheckpointError: Naming the link.
+    """
+    files = (path for path in [*folder.iterdir(), *(folder / _TEMPLATES_FOLDER).glob("*")] if path.is_file())
+    link = find_link_out(folder, files)
+    if link is not None:
+        raise CheckpointError(
+            f"Expected {folder} to hold its files itself, found a link that leads out of it: {link}. If that is the "
+            "file you mean, copy it there; if the folder is another's, do not trust it."
+        )
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Return what a model's config.json says, as it stands.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        raise CheckpointError(f"Expected a {CONFIG_NAME} in {folder}, found none. Give the folder of a model.")
+    return read_json_object(file)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file that was downloaded or written whole.
+
+    Raises:
+        CheckpointError: It cannot be read, or is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: it is not valid JSON ({error}). Restore or download it again."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is damaged: expected a JSON object. Restore or download it again.")
+    return content
 
 
 def _download(repo_id: str, revision: str | None, patterns: list[str], is_online: bool) -> Path:
@@ -263,7 +325,10 @@ class Checkpoint:
         done = 0
         # One call reads at most 2 GiB on Linux.
         while done < len(view):
-            num_bytes = os.preadv(descriptor, [view[done:]], tensor.begin_byte + begin + done)
+            try:
+                num_bytes = os.preadv(descriptor, [view[done:]], tensor.begin_byte + begin + done)
+            except OSError as error:  # a disk or a network file system that fails
+                raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror}.") from error
             if num_bytes == 0:
                 raise CheckpointError(
                     f"{tensor.file} ended inside tensor {tensor.key}: it was changed or truncated after it was opened. "
@@ -311,19 +376,30 @@ def _describe_missing_weights(folder: Path) -> str:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{index} is not valid JSON ({error}). Download the file again.") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map of tensor names to file names. Download the file again.")
+    for key, name in weight_map.items():
+        if not key.isprintable():  # it comes into messages, which a terminal shows
+            raise CheckpointError(f"{index} is damaged: no tensor is called {key!r}. Download the file again.")
+        if name in ("", "..") or Path(name).name != name or "\0" in name:
+            raise CheckpointError(
+                f"{index} is not to be trusted: expected names of weight files beside it, found {name!r}. Download the "
+                "file again."
+            )
     return weight_map
+
+
+def _open_weights(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
 
 
 def _read_header(file: Path) -> tuple[dict[str, StoredTensor], int]:
     """Return the tensors of one safetensors file and the bytes read to learn of them."""
-    with file.open("rb") as stream:
+    with _open_weights(file) as stream:
         file_bytes = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         if prefix == b"version ":
@@ -342,7 +418,7 @@ def _read_header(file: Path) -> tuple[dict[str, StoredTensor], int]:
         raw = stream.read(header_bytes)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The header of {file} is damaged ({error}). Download the file again.") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"The header of {file} is damaged: expected a JSON object. Download the file again.")
@@ -353,6 +429,8 @@ def _read_header(file: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def _parse_entry(file: Path, data_begin_byte: int, key: str, entry: object) -> StoredTensor:
+    if not key.isprintable():  # it comes into messages, which a terminal shows
+        raise CheckpointError(f"The header of {file} is damaged: no tensor is called {key!r}. Download the file again.")
     damaged = f"The header of {file} is damaged at tensor {key}"
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
@@ -360,7 +438,7 @@ def _parse_entry(file: Path, data_begin_byte: int, key: str, entry: object) -> S
         raise CheckpointError(f"{damaged}: no dtype, shape and data_offsets in {entry}. Download it again.") from error
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
         raise CheckpointError(f"{damaged}: shape and offsets must be whole numbers, found {entry}. Download it again.")
-    if dtype_name not in DTYPES:
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise CheckpointError(
             f"Tensor {key} in {file} has dtype {dtype_name}, which is not supported (only {', '.join(DTYPES)}). "
             "Save the model in one of these first."

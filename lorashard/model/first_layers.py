@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError
+from .checkpoint import CONFIG_NAME, read_config_json
+from .model_config import read_model_config
 
-_CONFIG_NAME = "config.json"
 # Lists that may have as many items as there are layers, and have nothing to do with them.
 _OTHER_LISTS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -27,13 +28,13 @@ def first_layers(folder: Path, num_layers: int, trust_remote_code: bool = False)
     Raises:
         CheckpointError: the config does not say how many layers there are.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    values = cut_config(json.loads((folder / _CONFIG_NAME).read_text(encoding="utf-8")), config, num_layers)
+    config = read_model_config(folder, trust_remote_code)
+    values = cut_config(read_config_json(folder), config, num_layers)
     with tempfile.TemporaryDirectory(prefix="lorashard-first-layers-") as name:
         for path in folder.iterdir():
-            if path.is_file() and path.name != _CONFIG_NAME:
+            if path.is_file() and path.name != CONFIG_NAME:
                 Path(name, path.name).symlink_to(path.resolve())
-        Path(name, _CONFIG_NAME).write_text(json.dumps(values, indent=1), encoding="utf-8")
+        Path(name, CONFIG_NAME).write_text(json.dumps(values, indent=1), encoding="utf-8")
         yield Path(name)
 
 
@@ -56,7 +57,7 @@ def cut_config(values: dict[str, Any], config: PreTrainedConfig, num_layers: int
     whole = getattr(text, count_name, None)
     if not isinstance(whole, int):
         raise CheckpointError(
-            f"{config.name_or_path}: expected {count_name} in {_CONFIG_NAME}, found none; the first layers "
+            f"{config.name_or_path}: expected {count_name} in {CONFIG_NAME}, found none; the first layers "
             "alone cannot be loaded"
         )
     cut = {

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..errors import CheckpointError, ConfigError
 ADAPTER_NAME = "adapter_model.safetensors"
 _METADATA_KEY = "lorashard.base"
 _LARGE_BYTES = 4 * 2**30
+_COARSEST_CLOCK_S = 2  # of a file system's times: FAT's; those of Linux's own have milliseconds
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class BaseIdentity:
             return None
         with open_adapter(adapter) as opened:
             text = (opened.metadata() or {}).get(_METADATA_KEY)
-        return cls(json.loads(text)) if text else None
+        return cls(_parse_hashes(text, file)) if text else None
 
     def write(self, adapter: Path) -> None:
         """Put this into the metadata of an adapter's file, which is replaced as a whole."""
@@ -98,6 +100,19 @@ class BaseIdentity:
         _logger.warning("%s; going on, as allow_base_mismatch says", message)
 
 
+def _parse_hashes(text: str, file: Path) -> dict[str, str]:
+    try:
+        hashes = json.loads(text)
+    except (ValueError, RecursionError):
+        hashes = None
+    if not isinstance(hashes, dict) or not all(isinstance(sha256, str) for sha256 in hashes.values()):
+        raise CheckpointError(
+            f"{file} is damaged: expected names and hashes of the base's files under {_METADATA_KEY} in its metadata, "
+            f"found {text[:40]!r}: save or download the adapter again"
+        )
+    return hashes
+
+
 @contextmanager
 def open_adapter(folder: Path) -> Iterator[safe_open]:
     """Open the file of an adapter's tensors.
@@ -108,7 +123,7 @@ def open_adapter(folder: Path) -> Iterator[safe_open]:
     file = folder / ADAPTER_NAME
     try:
         opened = safe_open(file, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
     with opened:
         yield opened
@@ -123,25 +138,33 @@ def hash_file(file: Path) -> str:
     """Return the sha256 of a file's content, in hex.
 
     The hub's cache names weight files so; others are read once, and again when anything that the system says of them
-    differs: sizes and times of modification alone are the same for many checkpoints.
+    differs: sizes and times of modification alone are the same for many checkpoints. A file that was changed a moment
+    ago is read each time: clocks are coarse, and another change in the same tick would leave the same times.
     """
     resolved = file.resolve()
     if resolved.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", resolved.name):
         return resolved.name
-    status = resolved.stat()
-    facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
-    key = ":".join(map(str, (resolved, *facts)))
+    key = _find_facts(resolved)
     known_file = find_cache_dir() / "hashes.json"
     known = _read_known(known_file).get(key)  # replaced as a whole, so read without the lock
     if known is not None:
         return known
+    is_settled = time.time() - resolved.stat().st_ctime > _COARSEST_CLOCK_S
     sha256 = _hash(resolved)
+    if not is_settled or _find_facts(resolved) != key:
+        return sha256
     try:
         known_file.parent.mkdir(parents=True, exist_ok=True)
         _remember(known_file, key, sha256)
     except OSError as error:
         _logger.warning("%s cannot be written (%s), so %s is hashed each time", known_file, error.strerror, resolved)
     return sha256
+
+
+def _find_facts(file: Path) -> str:
+    status = file.stat()
+    facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+    return ":".join(map(str, (file, *facts)))
 
 
 def _hash(file: Path) -> str:

@@ -14,11 +14,9 @@ from accelerate import init_empty_weights
 from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -29,9 +27,10 @@ from ..engine import HostCopies, Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..placement import ResolvedPlacement
 from .adapters import base_test, check_coverage, inject
-from .checkpoint import Checkpoint, resolve_folder
+from .checkpoint import CONFIG_NAME, Checkpoint, read_config_json, resolve_folder
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
 from .identity import BaseIdentity
+from .model_config import describe_error, explain_code, read_generation_config, read_model_config
 from .refusals import check_config, check_frozen
 from .saved import count_labels, restore
 from .sharding import LoadedBase, refuse_merging, remember_base, shard_structure
@@ -87,25 +86,42 @@ def build_skeleton(
         num_labels: what a classifier's head tells apart; None takes the config's number.
 
     Raises:
-        ConfigError: no auto class is known for `task_type`, the model needs code of its own, or the attention cannot
-            be had.
+        CheckpointError: the config is damaged, describes no model, or needs code that comes with it.
+        ConfigError: no auto class is known for `task_type`, or the attention cannot be had.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = read_model_config(folder, trust_remote_code)
     if num_labels is not None:
         config.num_labels = num_labels
     # PEFT writes this name into the adapter's config, which is read from other folders.
     config.name_or_path = os.path.abspath(folder) if Path(model_name_or_path).is_dir() else model_name_or_path
     # Some models draw numbers even for meta tensors: adapters must come from those that a seed set before.
     with torch.random.fork_rng(devices=[]):
-        with init_empty_weights(include_buffers=False), _explained_attention(attn_implementation):
+        with (
+            _explained_config(folder),
+            init_empty_weights(include_buffers=False),
+            _explained_attention(attn_implementation),
+        ):
             model: PreTrainedModel = choose_auto_class(config, task_type).from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
             )
         _fill_buffers(model, model)
     model.tie_weights()
-    if model.can_generate() and (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if model.can_generate():
+        model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
+
+
+@contextlib.contextmanager
+def _explained_config(folder: Path) -> Iterator[None]:
+    """Say of which file the values are that no model can be made of."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            explain_code(error, folder, read_config_json(folder))
+            or f"{folder / CONFIG_NAME} describes a model that cannot be made ({describe_error(error)}). Download the "
+            "file again."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -148,6 +164,7 @@ def load_sharded(
     is_identified: bool = True,
     allow_unexpected: Sequence[str] = (),
     num_labels: int | None = None,
+    may_link: bool = False,
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
@@ -156,6 +173,7 @@ def load_sharded(
         is_identified: hash the files, once, so that adapters can tell their base.
         allow_unexpected: prefixes of stored keys for which the model need have no place.
         num_labels: of a new classifier; a saved one's head tells.
+        may_link: as for `resolve_folder`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
@@ -166,7 +184,7 @@ def load_sharded(
     """
     check_config(lora)
     task_type = TaskType(lora.task_type) if lora.task_type else None
-    folder = resolve_folder(model_name_or_path, revision)
+    folder = resolve_folder(model_name_or_path, revision, may_link=may_link)
     num_labels = num_labels if adapter is None else count_labels(adapter)
     with Checkpoint.open(folder) as checkpoint:
         skeleton = build_skeleton(

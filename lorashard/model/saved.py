@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -12,13 +11,26 @@ from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_
 
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
-from .checkpoint import explain_hub_errors
+from ..manifest import find_newest, list_checkpoints
+from .adapter_files import find_not_finite
+from .checkpoint import check_links, explain_hub_errors, read_json_object, shorten
 from .identity import ADAPTER_NAME, open_adapter
+from .model_config import describe_error
 
 CONFIG_NAME = "adapter_config.json"
 _logger = logging.getLogger(__name__)
 # PEFT restores these by themselves, whole or not at all, after it has missed them.
 _PROMPT_NAMES = ("prompt_encoder.", "prompt_embeddings")
+_PICKLE_NAME = "adapter_model.bin"
+# What PEFT takes from a config without a look, and fails on later.
+_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
+    "base_model_name_or_path": str,
+    "revision": str,
+    "target_modules": (str, list, set, tuple),
+    "modules_to_save": (list, set, tuple),
+    "rank_pattern": dict,
+    "alpha_pattern": dict,
+}
 _FILES = (CONFIG_NAME, "adapter_model.*", "*token*", "chat_template*", "*.jinja", "vocab*", "merges*", "special_*")
 
 
@@ -26,8 +38,10 @@ def find_adapter(name: str | Path) -> Path:
     """Return the folder of an adapter: one itself, a run's, a run's last checkpoint if it has not ended, or the hub's.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, it is not whole, or a link leads out of its folder.
     """
+    if "://" in str(name):  # it may hold a password, so it is not repeated
+        raise CheckpointError("expected an adapter's folder, a run's or a hub id, found an address with '://'")
     folder = Path(name).expanduser()
     if not folder.exists() and _is_hub_id(str(name)):
         with explain_hub_errors(str(name), None):
@@ -39,21 +53,36 @@ def find_adapter(name: str | Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"expected an adapter's folder, a run's or a hub id, found nothing at {name}")
     if not (folder / CONFIG_NAME).is_file():
-        checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-        checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]))
+        checkpoints = list_checkpoints(folder)
         if not checkpoints:
             raise CheckpointError(
                 f"expected {CONFIG_NAME} or a run's checkpoints in {folder}, found neither; give the folder of an "
                 "adapter, or of a run that has saved one"
             )
-        whole = [path for path in checkpoints if not _find_absent(path)]
-        if whole and whole[-1] is not checkpoints[-1]:
-            _logger.warning("%s is not whole, so %s is taken", checkpoints[-1], whole[-1])
-        folder = (whole or checkpoints)[-1]
+        # A bare Trainer's have no manifest to tell that they are complete.
+        taken = find_newest(folder) or next((path for path in checkpoints if not _find_absent(path)), checkpoints[0])
+        if taken != checkpoints[0]:
+            _logger.warning("%s is not whole, so %s is taken", checkpoints[0], taken)
+        folder = taken
+    check_adapter_files(folder)
+    return folder
+
+
+def check_adapter_files(folder: Path) -> None:
+    """Refuse the folder of an adapter that is not whole, or from which a link leads elsewhere.
+
+    Raises:
+        CheckpointError: naming the file that is missing or damaged, or the link.
+    """
     absent = _find_absent(folder)
     if absent:
-        raise CheckpointError(f"the adapter in {folder} is not whole: {' and '.join(absent)} missing; save it again")
-    return folder
+        pickled = " (adapter_model.bin is a pickle, which is not read)" if (folder / _PICKLE_NAME).is_file() else ""
+        raise CheckpointError(
+            f"the adapter in {folder} is not whole: {' and '.join(absent)} missing{pickled}; save it again"
+        )
+    check_links(folder)
+    with open_adapter(folder):
+        pass
 
 
 def _find_absent(folder: Path) -> list[str]:
@@ -86,10 +115,18 @@ def read_config(folder: Path) -> PeftConfig:
     Raises:
         CheckpointError: it cannot be read.
     """
+    read_json_object(folder / CONFIG_NAME)
     try:
-        return PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder / CONFIG_NAME} cannot be read ({error}); save the adapter again") from error
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME} cannot be read ({describe_error(error)}); save the adapter again"
+        ) from error
+    for name, expected in _FIELD_TYPES.items():
+        value = getattr(config, name, None)
+        if value is not None and not isinstance(value, expected):
+            raise CheckpointError(f"{folder / CONFIG_NAME}: {name} cannot be {value!r}; save the adapter again")
+    return config
 
 
 def count_labels(folder: Path) -> int | None:
@@ -115,9 +152,15 @@ def restore(model: PeftModel, folder: Path) -> None:
         model: with placeholders for the base that can be read.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or have no place.
+        CheckpointError: tensors are missing, of another shape, hold NaN or infinity, or have no place.
     """
     tensors = load_peft_weights(str(folder), device="cpu")
+    not_finite = find_not_finite(tensors)
+    if not_finite:
+        raise CheckpointError(
+            f"{folder / ADAPTER_NAME} is damaged, or its training has diverged: expected finite numbers, found NaN or "
+            f"infinity in {shorten(not_finite, 2)}; take another checkpoint, or save or download the adapter again"
+        )
     base = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, Placeholder)}
     for name in tensors.keys() & base.keys():
         if not _is_equal(tensors.pop(name), base[name]):

@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from .. import api, dist
 from ..errors import CheckpointError, ConfigError, UserError
@@ -18,6 +17,7 @@ from ..model.adapter_files import find_foreign_keys, find_lora_b, find_not_finit
 from ..model.checkpoint import Checkpoint, resolve_folder, shorten
 from ..model.identity import ADAPTER_NAME, BaseIdentity
 from ..model.loading import build_skeleton, load_sharded
+from ..model.model_config import read_model_config
 from ..model.saved import CONFIG_NAME, find_adapter, find_base, read_config, restore
 from ..model.weights import BaseWeights
 from ..output import say
@@ -116,7 +116,7 @@ def _describe(options: VerifyOptions) -> _Subject:
     config.inference_mode = False  # its tensors are told by what would train
     base, revision = find_base(folder, config, options.base, options.model_revision)
     base_folder = resolve_folder(base, revision)
-    text = AutoConfig.from_pretrained(base_folder, trust_remote_code=options.trust_remote_code).get_text_config()
+    text = read_model_config(base_folder, options.trust_remote_code).get_text_config()
     return _Subject(folder, config, base, base_folder, revision, text.vocab_size)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from .. import api, dist
@@ -18,6 +17,7 @@ from ..model.checkpointing import checkpoint_some
 from ..model.first_layers import first_layers
 from ..model.layer_major import split_layers
 from ..model.loading import choose_auto_class, load_sharded
+from ..model.model_config import read_model_config
 from ..model.stacks import find_layers, name_units
 from ..output import say
 from ..placement import ResolvedPlacement, read_placement, resolve_placement
@@ -120,7 +120,7 @@ def _run_plain(
 ) -> tuple[Gradients, Gradients]:
     """Return the gradients of transformers' own model with PEFT's own adapter, of two runs."""
     with _quiet_transformers():  # which would list every tensor of the layers that are left out
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        config = read_model_config(folder, options.trust_remote_code)
         base = choose_auto_class(config, TaskType.CAUSAL_LM).from_pretrained(
             folder,
             dtype=getattr(torch, options.dtype),
@@ -152,6 +152,7 @@ def _run_sharded(
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
         allow_unexpected=("",) if is_cut else (),  # the files hold the other layers too
+        may_link=is_cut,
     )
     _prepare(model, placement)
     gradients = _differentiate(model, options, device)

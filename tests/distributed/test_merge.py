@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ import lorashard
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.merging import merge, writing
 from lorashard.merging.merge import merge_checkpoint, merge_live
-from lorashard.merging.staging import check_target, remove_partial
+from lorashard.merging.staging import check_target, remove_partial, together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -473,6 +474,20 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path, monkeypatch)
         with pytest.raises(ConfigError, match="not an empty folder"):
             merge_checkpoint(tmp_path / "adapter", tmp_path / name, tmp_path / "base")
     assert (tmp_path / "out" / "precious").read_text() == "x"
+
+
+def fill_a_disk_on_one_rank(rank: int) -> str:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError) as caught:
+        together(fail, on_rank=1)
+    return str(caught.value)
+
+
+def test_all_ranks_tell_of_one_ranks_full_disk():
+    """`rank 1 failed: [Errno 28]` from the rank that is heard first, in place of what is missing and where."""
+    assert run_ranks(fill_a_disk_on_one_rank, 2) == ["[Errno 28] No space left on device"] * 2
 
 
 def test_an_empty_target_is_taken_and_no_room_is_refused(tmp_path, monkeypatch):

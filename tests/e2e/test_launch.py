@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from launch_support import Launch, wait_until
 
-import lorashard
-from lorashard.launch import run_ranks
+from lorashard.group import run_ranks
 
-DEADLINE_S = 60
 RANK = r"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -48,59 +44,12 @@ if behaviour != "end":
 """
 
 
-def launch_ranks(folder: Path, behaviour: str) -> None:
+def launch_ranks(command: list[str], folder: Path) -> int:
     """Be the launcher, as the command line is."""
-    os.setsid()  # its own process group, as a shell gives it
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
-        os.environ.pop(name, None)
-    os.environ |= {"PYTHONPATH": str(Path(lorashard.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(folder / "rank.py"), str(folder), behaviour, "$$HOME"]
     failure = run_ranks(command, 2, folder, grace_s=1)
-    sys.exit(failure.exit_code if failure else 0)
-
-
-class Launch:
-    """A launcher process with two ranks."""
-
-    def __init__(self, folder: Path, behaviour: str) -> None:
-        self.folder = folder
-        (folder / "rank.py").write_text(RANK)
-        # Forked from a process that has imported torch already, which takes seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lorashard.launch", "torch.distributed.launcher.api"])
-        self.process = context.Process(target=launch_ranks, args=(folder, behaviour))
-        self.process.start()
-
-    def wait_for_ranks(self) -> list[int]:
-        """Return the process ids of ranks 0 and 1, once both run."""
-        files = [self.folder / f"pid_{rank}" for rank in (0, 1)]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-        time.sleep(0.3)  # elastic sets its signal handlers before it starts ranks, its watch begins right after
-        return [int(file.read_text()) for file in files]
-
-    def finish(self) -> tuple[int | None, str, str]:
-        """Return exit code, stdout and stderr, after checking that no process is left."""
-        self.process.join(DEADLINE_S)
-        assert self.find_processes() == []
-        stdout, stderr = ((self.folder / name).read_bytes().decode() for name in ("stdout", "stderr"))
-        return self.process.exitcode, stdout, stderr
-
-    def find_processes(self) -> list[psutil.Process]:
-        """Return the ranks, and what they started, that are alive; all have the folder in their command line."""
-        return [
-            process
-            for process in psutil.process_iter(["cmdline", "status"])
-            if str(self.folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
-        ]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+    if failure:
+        failure.tell()
+    return failure.exit_code if failure else 0
 
 
 @pytest.fixture
@@ -108,15 +57,12 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Launch]]:
     launches: list[Launch] = []
 
     def start(behaviour: str) -> Launch:
-        launches.append(Launch(tmp_path, behaviour))
+        launches.append(Launch(tmp_path, RANK, launch_ranks, behaviour))
         return launches[-1]
 
     yield start
     for launch in launches:
-        for process in launch.find_processes():
-            process.kill()
-        launch.process.kill()
-        launch.process.join()
+        launch.kill()
 
 
 def test_ranks_that_end_end_the_run(start: Callable[[str], Launch], tmp_path: Path) -> None:

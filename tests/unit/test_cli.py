@@ -91,7 +91,9 @@ def test_help_lists_every_own_option_and_says_how_trl_is_reached() -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stand in for training; returns the configurations that it was called with."""
     calls: list[RunConfig] = []
-    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=calls.append))
+    monkeypatch.setitem(
+        sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda config, stop: calls.append(config))
+    )
     for name in [*LAUNCHER_VARIABLES, "ACCELERATE_MIXED_PRECISION"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
@@ -99,6 +101,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
 
 def enter_launcher(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+    monkeypatch.setattr("lorashard.launch.StopRequest.install", lambda *_: None)  # pytest's handlers stay
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -159,13 +162,13 @@ def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     def fail(error: BaseException) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda _: fail(ValueError("boom"))))
+    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(ValueError("boom"))))
     assert main(finetune_words(tmp_path)) == 1
     stderr = capsys.readouterr().err
     assert "Traceback" in stderr
     assert stderr.splitlines()[-1] == "ValueError: boom"
 
-    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda _: fail(KeyboardInterrupt())))
+    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt())))
     assert main(finetune_words(tmp_path)) == 130
     assert capsys.readouterr().err == ""
 

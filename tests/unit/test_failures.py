@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lorashard.errors import ConfigError
+from lorashard.errors import ConfigError, RunStopped, TrainingError
 from lorashard.failures import explain_failures, record_failure
 from lorashard.rank import find_log
 
@@ -100,3 +100,31 @@ def test_notes_are_written_as_torch_reads_them(tmp_path: Path, monkeypatch: pyte
     assert explain_failures({0: failure}, tmp_path).message == "error: no such file"
     assert "rank 0 failed: ValueError: bad batch" in explain_failures({0: crash}, tmp_path).message
     assert json.loads(path.read_text())["message"]["extraInfo"]["time_s"] > 0
+
+
+def test_only_what_may_not_happen_again_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a mistake or a stop that the ranks are started again for, and a crash that they are not."""
+
+    def note(error: BaseException, exit_code: int, is_plain: bool = True, is_hang: bool = False) -> SimpleNamespace:
+        record_failure(error, exit_code, is_plain, is_hang)
+        failure = make_failure(exit_code)
+        failure.error_file_data = json.loads((tmp_path / "error.json").read_text())
+        return failure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    found = {
+        "killed": make_failure(-9),
+        "unexplained": make_failure(3),
+        "raised": note(ValueError("boom"), 1, is_plain=False),
+        "hung": note(ValueError("rank 1 is silent"), 1, is_hang=True),
+        "mistaken": note(ConfigError("bad rows"), 2),
+        "not a number": note(TrainingError("a loss is NaN"), 1),
+        "stopped": note(RunStopped("saved"), 75),
+        "stopped on a full disk": make_failure(75),
+    }
+    failures = {name: explain_failures({0: failure}, tmp_path) for name, failure in found.items()}
+
+    assert [name for name, failure in failures.items() if failure.is_crash] == list(found)[:4]
+    assert [name for name, failure in failures.items() if failure.is_stop] == list(found)[6:]
+    assert [failure.exit_code for failure in failures.values()] == [1, 1, 1, 1, 2, 1, 75, 75]

@@ -245,7 +245,7 @@ def test_a_microbatch_is_what_the_options_say():
     """Catches masks where there is no padding, and packed rows planned as padded ones."""
 
     def describe(**options):
-        return describe_training(RunConfig(model="m", **options), "cuda").microbatch
+        return describe_training(RunConfig(model="m", **options), "cuda", 2).microbatch
 
     assert (describe().num_rows, describe().row_tokens, describe().has_mask) == (8, 1024, True)
     assert not describe(per_device_train_batch_size=1).has_mask
@@ -257,5 +257,5 @@ def test_a_microbatch_is_what_the_options_say():
     with pytest.raises(ConfigError, match="max_length: planning needs the length"):
         describe(max_length=None)
     config = RunConfig(model="m", max_length=None)
-    training = describe_training(config, "cuda", longest_tokens=300, epoch_tokens=1000)
+    training = describe_training(config, "cuda", 2, longest_tokens=300, epoch_tokens=1000)
     assert (training.microbatch.row_tokens, training.dataset_tokens) == (300, 3000)

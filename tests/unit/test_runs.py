@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from tiny import build_base
 
 import lorashard
-from lorashard import api
+from lorashard import api, manifest
 from lorashard.errors import ConfigError
+from lorashard.model.saved import find_adapter
 from lorashard.runs import Run, record_end
 from lorashard.train import _RunCallback
 
@@ -43,6 +46,61 @@ def test_an_end_does_not_touch_what_another_run_said(tmp_path):
     Run(tmp_path, 0, 2).set_status("done", step=30)
     record_end(tmp_path, "stopped", "SIGINT", begin_s=time.time() + 100)
     assert read_last(tmp_path / "status.json").keys() == {"phase", "error", "time"}
+
+
+def leave_a_killed_run(folder: Path, num_ranks: int) -> None:
+    """What a run that saved step 4 leaves when it is killed as it writes the lines of step 6."""
+    for rank in range(num_ranks):
+        run = Run(folder, rank, num_ranks)
+        for step in range(1, 6):
+            run.add_metrics({"step": step, "loss": 1.0})
+            run.add_rank_line({"step": step})
+    for path in folder.rglob("*.jsonl"):
+        path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    """The steps between the last checkpoint and the kill twice in metrics.jsonl; half a line that no reader takes."""
+    leave_a_killed_run(tmp_path, 3)
+    for rank in range(2):  # one fewer
+        run = Run(tmp_path, rank, 2)
+        run.begin("", resumed_step=4)
+        run.add_metrics({"step": 5})
+        run.add_rank_line({"step": 5})
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    for rank, expected in enumerate(([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4])):
+        assert steps_in(tmp_path / "ranks" / f"rank_{rank}.jsonl") == expected
+
+
+def test_a_new_run_keeps_nothing_of_another(tmp_path):
+    """Lines of a rank that the new run does not have, taken for its own."""
+    leave_a_killed_run(tmp_path, 3)
+    (tmp_path / "checkpoint-4").mkdir()
+    for rank in (1, 0):
+        Run(tmp_path, rank, 2).begin("", resumed_step=None)
+    assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "checkpoint-4").exists()
+
+
+def test_the_adapter_of_a_run_is_that_of_its_newest_complete_checkpoint(tmp_path):
+    """A checkpoint of which a file was lost or cut, taken for the trained adapter by generate, eval and merge."""
+    tensors = {"base_model.model.lora_A.weight": torch.ones(2, 2)}
+    for step in (2, 4):
+        partial = manifest.place_partial(tmp_path / f"checkpoint-{step}")
+        partial.mkdir()
+        save_file(tensors, partial / "adapter_model.safetensors")
+        (partial / "adapter_config.json").write_text("{}")
+        (partial / "optimizer.pt").write_bytes(b"1234")
+        manifest.publish(tmp_path / f"checkpoint-{step}", {})
+    assert find_adapter(tmp_path).name == "checkpoint-4"
+    (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"12")
+    assert find_adapter(tmp_path).name == "checkpoint-2"
+    for step in (2, 4):  # as a bare Trainer leaves them
+        (tmp_path / f"checkpoint-{step}" / "manifest.json").unlink()
+    assert find_adapter(tmp_path).name == "checkpoint-4"
 
 
 def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch):

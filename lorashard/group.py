@@ -1,0 +1,242 @@
+"""A group of ranks on this machine: started, shown, asked to stop, and ended together, whatever ends the run.
+
+Torch's elastic launcher starts and watches the ranks. One rank is started the same way as many: it has a log too, and
+its death by the kernel's hand is noticed and named.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import psutil
+
+from .devices import RUN_ID_PREFIX
+from .errors import RunStopped
+from .failures import Failure, explain_failures, explain_signal
+from .rank import find_log, find_pids
+from .stopping import STOP_SIGNAL, STOPPED_EXIT_CODE
+from .terminal import LogMirror
+
+GRACE_S = 15
+_WATCH_INTERVAL_S = 0.1
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Signals:
+    """What the signals to a launcher ask for: that the run saves and ends, or that all ranks end at once.
+
+    Where ranks can save, SIGTERM, SIGUSR1 and Ctrl-C ask for that; the same again (but SIGUSR1, which schedulers may
+    repeat) and Ctrl-C after any of them end the ranks at once. Where they cannot, all but SIGUSR1 do so.
+    """
+
+    def __init__(self, can_save: bool = False) -> None:
+        self._can_save = can_save
+        self._asked: list[signal.Signals] = []
+        self.end_signal: signal.Signals | None = None
+
+    @property
+    def save_signal(self) -> signal.Signals | None:
+        """The first signal that asked for a save; None until one has."""
+        return self._asked[0] if self._asked else None
+
+    @contextmanager
+    def before_ranks(self) -> Iterator[None]:
+        """Let SIGTERM and SIGUSR1 end what comes before ranks are started.
+
+        Raises:
+            RunStopped: One of them arrived.
+        """
+        with _handled([signal.SIGTERM, STOP_SIGNAL], self._stop_before_ranks):
+            yield
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note signals instead of ending by them."""
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+        if self._can_save:
+            numbers.append(STOP_SIGNAL)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            numbers.append(signal.SIGHUP)
+        with _handled(numbers, self._note):
+            yield
+
+    def _stop_before_ranks(self, number: int, frame: FrameType | None) -> None:
+        raise RunStopped(f"stopped by {signal.Signals(number).name} before any rank was started: nothing is lost")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        asked = signal.Signals(number)
+        is_first = asked not in self._asked and not (asked == signal.SIGINT and self._asked)
+        asks_to_save = asked == STOP_SIGNAL or (asked in (signal.SIGTERM, signal.SIGINT) and is_first)
+        if self._can_save and asks_to_save:
+            self._asked.append(asked)
+        else:
+            self.end_signal = self.end_signal or asked
+
+
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    logs_dir: Path,
+    grace_s: int = GRACE_S,
+    mirror: TextIO | None = None,
+    signals: Signals | None = None,
+) -> Failure | None:
+    """Run a command in each of several ranks, with torchrun's environment, until all are done or one fails.
+
+    Each rank writes to `logs_dir/rank_K.log`; rank 0's log is copied to `mirror`, by default stdout, as it grows.
+    No rank, nor a process that a rank started, is left when this returns; if this process is killed, the kernel kills
+    the ranks (on Linux).
+
+    Args:
+        command: The program and its arguments.
+        num_ranks: How many ranks, on this machine.
+        logs_dir: An existing folder.
+        grace_s: How long a rank may take to end after a signal before it is killed.
+        signals: What signals to this process mean; by default they end all ranks.
+
+    Returns:
+        None, or what ended the ranks early, which nobody has been told yet.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    signals = signals or Signals()
+    # Older versions of torch wait 30 s.
+    has_timeout = "shutdown_timeout" in [field.name for field in dataclasses.fields(LaunchConfig)]
+    timeout: dict[str, Any] = {"shutdown_timeout": grace_s} if has_timeout else {}
+    words = [*find_python_flags(), "-m", "lorashard.rank", str(os.getpid()), str(logs_dir), *command]
+    with (
+        signals.watched(),
+        tempfile.TemporaryDirectory(prefix="lorashard-notes-") as notes_dir,  # where the logs are, it may be full
+        LogMirror(find_log(logs_dir, 0), mirror),
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            logs_specs=DefaultLogsSpecs(log_dir=notes_dir),
+            run_id=f"{RUN_ID_PREFIX}{uuid.uuid4()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            **timeout,
+        )
+        try:
+            # In a thread of its own elastic leaves signals alone: they are this module's.
+            with _ended_children(), _quiet_logging(), ThreadPoolExecutor(1) as executor:
+                # Elastic fills in `$` templates in arguments; `$$` is a plain one.
+                elastic = executor.submit(
+                    elastic_launch(config, sys.executable), *[word.replace("$", "$$") for word in words]
+                )
+                _watch(elastic, signals, Path(notes_dir), grace_s)
+                elastic.result()
+            return None
+        except ChildFailedError as error:
+            failure = explain_failures(error.failures, logs_dir)
+    if failure.exit_code == STOPPED_EXIT_CODE and signals.save_signal is not None:
+        # The ranks know only what they were sent.
+        message = failure.message.replace(STOP_SIGNAL.name, signals.save_signal.name)
+        return dataclasses.replace(failure, message=message)
+    return failure if signals.end_signal is None else explain_signal(signals.end_signal)
+
+
+def find_python_flags() -> list[str]:
+    """Return the flag that lets ranks import from where this process does, and not from the current folder too."""
+    return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+
+
+def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int) -> None:
+    """Pass on to the ranks what signals ask for, until elastic is done with them.
+
+    A rank that begins later than the signal gets it too.
+    """
+    asked: set[int] = set()
+    ended: set[int] = set()
+    is_said = False
+    end_s = None
+    while not wait([elastic], timeout=_WATCH_INTERVAL_S).done:
+        if signals.end_signal is not None:
+            end_s = end_s or time.monotonic() + grace_s
+            is_late = time.monotonic() > end_s  # elastic ends the others once one has died: here none does
+            _send(signal.SIGKILL if is_late else signal.SIGTERM, notes_dir, set() if is_late else ended)
+        elif signals.save_signal is not None:
+            if not is_said:
+                is_said = True
+                _say_stop(signals.save_signal)
+            _send(STOP_SIGNAL, notes_dir, asked)
+
+
+def _say_stop(number: signal.Signals) -> None:
+    again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
+    print(
+        f"lorashard: {number.name}: saving at the end of the step, and stopping then; {again} stops at once",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _send(number: signal.Signals, notes_dir: Path, told: set[int]) -> None:
+    """Send a signal to each rank that runs and is not among `told`, which it joins."""
+    for pid in find_pids(notes_dir):
+        if pid not in told:
+            told.add(pid)
+            with suppress(psutil.NoSuchProcess):
+                rank = psutil.Process(pid)
+                if rank.ppid() == os.getpid():  # not another process that has been given its number
+                    rank.send_signal(number)
+
+
+@contextmanager
+def _handled(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _ended_children() -> Iterator[None]:
+    """Leave no process behind that was started within, neither a rank nor what a rank started and did not end.
+
+    Elastic ends the ranks that are alive with all that they started, but not what a rank that died left behind. As the
+    subreaper this process inherits these (on Linux).
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    before = psutil.Process().children(recursive=True)
+    try:
+        yield
+    finally:
+        left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        for child in left:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(left, timeout=GRACE_S)
+
+
+@contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """Silence elastic's own report of failures, which `explain_failures` gives in one line."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,92 @@
+"""What the person sees of ranks that write into logs, and what rank 0 hears of the person."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+_MIRROR_INTERVAL_S = 0.1
+_PIPE_BYTES = 65536
+
+
+class LogMirror(threading.Thread):
+    """Copies what is added to a log to a stream, byte for byte: a progress bar's carriage returns too."""
+
+    def __init__(self, log: Path, stream: TextIO | None) -> None:
+        super().__init__(daemon=True)
+        self._log = log
+        self._stream = stream or sys.stdout
+        self._offset = log.stat().st_size if log.exists() else 0
+        self._file: BinaryIO | None = None
+        self._is_done = threading.Event()
+
+    def __enter__(self) -> LogMirror:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_done.set()
+        self.join()
+
+    def run(self) -> None:
+        try:
+            while not self._is_done.wait(_MIRROR_INTERVAL_S):
+                self._copy()
+            self._copy()
+        except OSError:  # the terminal or the pipe is gone; the log is not
+            pass
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _copy(self) -> None:
+        if self._file is None:
+            if not self._log.exists():
+                return
+            self._file = self._log.open("rb")
+            self._file.seek(self._offset)
+        added = self._file.read()
+        if added:
+            self._stream.buffer.write(added)
+            self._stream.buffer.flush()
+
+
+class Terminal:
+    """Hands this process's stdin to rank 0, and rank 0's answers to stdout, through named pipes in a folder.
+
+    Ranks have neither: they are in sessions of their own, and write to logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._stdin = folder / "stdin"
+        self._stdout = folder / "stdout"
+        self._feeder = threading.Thread(target=self._feed, daemon=True)
+        self._shower = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> None:
+        for pipe, thread in ((self._stdin, self._feeder), (self._stdout, self._shower)):
+            os.mkfifo(pipe)
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        # The feeder may wait for the person for ever. The shower ends at the pipe's end, once all that was written is
+        # shown; a rank 0 that died early has never opened it.
+        while self._shower.is_alive():
+            with suppress(OSError):
+                os.close(os.open(self._stdout, os.O_WRONLY | os.O_NONBLOCK))
+            self._shower.join(_MIRROR_INTERVAL_S)
+
+    def _feed(self) -> None:
+        with suppress(OSError), self._stdin.open("wb", buffering=0) as pipe:  # waits for rank 0
+            while chunk := os.read(0, _PIPE_BYTES):
+                pipe.write(chunk)
+
+    def _show(self) -> None:
+        with suppress(OSError), self._stdout.open("rb", buffering=0) as pipe:
+            while chunk := pipe.read(_PIPE_BYTES):
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()

@@ -1,0 +1,229 @@
+"""What a run of `finetune` does beyond TRL's trainer: complete checkpoints, stops on request, a look at the numbers.
+
+Each of these needs all ranks to do the same at the same step. So in each step, once the gradient's norm is known and
+before the optimizer steps, the ranks agree on whether somebody was asked to stop and whether a number is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, Sampler
+from transformers import Trainer, TrainerState, set_seed
+from transformers.trainer_callback import ExportableState
+
+from . import dist
+from .disk import describe_fault, find_fault
+from .errors import CheckpointError, RunStopped
+from .manifest import place_partial, publish, rotate
+from .nonfinite import FiniteTrainer, NonfiniteRule
+from .stopping import StopRequest
+
+_STATE_NAME = "trainer_state.json"  # what transformers calls it
+_ARGUMENTS_NAME = "training_args.bin"
+_ENTROPY_NAME = "entropy_ctrl_state.json"  # what TRL calls it
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a `SurvivingTrainer` is told.
+
+    `facts` go into each checkpoint's manifest. `rows_per_step` is given where each epoch is to be made of whole steps
+    (`global_batch_size`). `saved_world_size` is that of the checkpoint that is gone on from. `tell` shows a line to the
+    person, on one rank.
+    """
+
+    stop: StopRequest
+    facts: dict[str, Any]
+    nonfinite: NonfiniteRule
+    rows_per_step: int | None
+    saved_world_size: int | None
+    tell: Callable[[str], None]
+
+
+class SurvivingTrainer(FiniteTrainer):
+    """A mixin over one of TRL's trainers, made by `make_surviving`.
+
+    Ranks: `_get_grad_norm` and `_save_checkpoint` are collective over all ranks, and called on all by the trainer.
+    """
+
+    survival: Survival
+
+    def __init__(self, *args: Any, survival: Survival, **kwargs: Any) -> None:
+        self.survival = survival
+        self._host_group = dist.HostGroup.of_all()
+        self._stop_signal = 0
+        self._saved_step = -1
+        self._sampler: _EpochSampler | None = None
+        super().__init__(*args, nonfinite=survival.nonfinite, **kwargs)
+        # Rotation is ours: the trainer's deletes in place, and at the end of the training even the newest.
+        self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
+
+    # The steps
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # Resumed at the end, or where early stopping had ended the run, the trainer would take one step more.
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        if self._sampler is not None:
+            self._sampler.epoch = kwargs["epoch"]
+        super()._run_epoch(*args, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        numbers = self._read_numbers(grad_norm)
+        asked = self.survival.stop.signal_name
+        own = [signal.Signals[asked].value if asked else 0, not all(map(math.isfinite, numbers))]
+        self._stop_signal, is_any_bad = self._host_group.find_largest(own)
+        if is_any_bad:
+            self._judge(model, numbers)
+        return grad_norm
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if type(sampler) is not RandomSampler:  # accelerate makes that one draw by the epoch's number
+            if getattr(sampler, "generator", sampler) is sampler:  # it draws nothing
+                return sampler
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._sampler = _EpochSampler(sampler, seed)
+            return self._sampler
+        rows_per_step = self.survival.rows_per_step
+        if rows_per_step is None:
+            return sampler
+        num_steps, num_left = divmod(len(sampler.data_source), rows_per_step)
+        num_steps += num_left > 0 and not self.args.dataloader_drop_last
+        return RandomSampler(sampler.data_source, num_samples=num_steps * rows_per_step)
+
+    # Checkpoints
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        if not self._stop_signal or is_over:
+            return
+        name = signal.Signals(self._stop_signal).name
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+        if self._saved_step != self.state.global_step:
+            raise CheckpointError(
+                f"{name} asked the run to stop, and the checkpoint of step {self.state.global_step} could not be "
+                f"written (see above): --resume auto goes on from the newest complete one"
+            )
+        raise RunStopped(
+            f"stopped by {name}, saved at step {self.state.global_step} in "
+            f"{self._name_checkpoint()}: go on with --resume auto"
+        )
+
+    def _name_checkpoint(self) -> Path:
+        return Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint that is complete or not there at all; go on without it where the disk does not take it."""
+        checkpoint = self._name_checkpoint()
+        self.store_flos()
+        best_so_far = self.state.best_model_checkpoint
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(checkpoint)
+        problem = _find_problem(lambda: self._write_parts(place_partial(checkpoint)), checkpoint.parent)
+        if problem is None:
+            problem = _find_problem(lambda: self._complete(checkpoint), checkpoint.parent)
+        if problem is None:  # on all nodes: what is older is not needed any more
+            best = self.state.best_model_checkpoint
+            remaining = _find_problem(lambda: self._rotate(checkpoint, best), checkpoint.parent)
+            if remaining is not None:
+                self.survival.tell(f"older checkpoints than {checkpoint.name} were not deleted: {remaining}")
+        else:
+            self.state.best_model_checkpoint = best_so_far
+            if self.args.should_save:
+                shutil.rmtree(place_partial(checkpoint), ignore_errors=True)
+            self.survival.tell(f"{checkpoint.name} was not written: {problem}. The next save is tried as usual")
+            return
+        self._saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+
+    def _write_parts(self, folder: Path) -> None:
+        """Write what this rank has to write of a checkpoint.
+
+        Ranks: no collective may be in here: a rank whose disk is full does not come to it.
+        """
+        folder.mkdir(exist_ok=True)
+        if self.args.should_save:
+            self.save_model(str(folder), _internal_call=True)
+            (folder / _ARGUMENTS_NAME).unlink(missing_ok=True)  # a pickle of the options, which nothing reads
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+        if self.args.should_save:
+            stateful = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+            self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+            self.state.save_to_json(str(folder / _STATE_NAME))
+            if getattr(self, "use_adaptive_entropy", False):  # of TRL's GRPOTrainer, which reads it
+                entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+                (folder / _ENTROPY_NAME).write_text(json.dumps(entropy))
+
+    def _complete(self, checkpoint: Path) -> None:
+        if self.args.should_save:
+            publish(checkpoint, self.survival.facts)
+
+    def _rotate(self, checkpoint: Path, best: str | None) -> None:
+        if self.args.should_save:
+            rotate(checkpoint, self._save_total_limit, best)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        saved = self.survival.saved_world_size
+        if checkpoint is None or saved in (None, self.args.world_size):
+            super()._load_rng_state(checkpoint)
+            return
+        set_seed(self.args.seed + self.state.global_step)
+        self.survival.tell(
+            f"{Path(checkpoint).name} holds the random states of {saved} ranks, and there are {self.args.world_size}: "
+            "they begin anew, which dropout alone feels"
+        )
+
+
+def make_surviving(trainer_class: type[Trainer]) -> type[SurvivingTrainer]:
+    """Return one of TRL's trainers, under its own name, as a `SurvivingTrainer`."""
+    return type(trainer_class.__name__, (SurvivingTrainer, trainer_class), {})
+
+
+class _EpochSampler(Sampler):
+    """Draws another order in each epoch, by the epoch's number alone: all ranks the same, and a resumed run too."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.epoch = 0
+        self._sampler = sampler
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self._sampler.generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        return iter(self._sampler)
+
+
+def _find_problem(write: Callable[[], None], folder: Path) -> str | None:
+    """Write into `folder`; return what kept any rank's disk from taking it, if anything did.
+
+    Ranks: collective over all ranks.
+    """
+    problem = None
+    try:
+        write()
+    except Exception as error:
+        if find_fault(error) is None:
+            raise
+        problem = describe_fault(error, folder)
+    problems = dist.gather_objects(problem)
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)

@@ -1,0 +1,246 @@
+"""Runs of `lorashard finetune` that are killed at chosen moments, and what their ranks have trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+from finetune_support import LORASHARD, make_options, read_lines
+from safetensors.torch import load_file
+
+# Imported by every process of a run: calls that change the disk take longer, so that a kill can come between them, and
+# ranks write down the rows that they train on.
+_SITE = """
+import importlib.abc, importlib.util, json, os, sys, time
+
+SLOW_S = float(os.environ.get("TEST_SLOW_S", "0"))
+
+def slow(call):
+    def slowed(*args, **kwargs):
+        time.sleep(SLOW_S)
+        return call(*args, **kwargs)
+    return slowed
+
+if SLOW_S:
+    for name in ("fsync", "rename", "replace", "unlink"):
+        setattr(os, name, slow(getattr(os, name)))
+
+def watch(module):
+    train = module.SurvivingTrainer.training_step
+    def training_step(self, model, inputs, *args, **kwargs):
+        masks = inputs.get("attention_mask", inputs["input_ids"] != 0)
+        rows = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], masks)]
+        with open(os.environ["TEST_ROWS"] + f"_{self.args.process_index}.jsonl", "a") as file:
+            file.write(json.dumps({"step": self.state.global_step + 1, "rows": rows}) + chr(10))
+        return train(self, model, inputs, *args, **kwargs)
+    module.SurvivingTrainer.training_step = training_step
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "lorashard.trainer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), watch(module))
+        return spec
+
+if "TEST_ROWS" in os.environ:
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def start(task: Path, out: str, slow_s: float = 0, **options) -> subprocess.Popen:
+    """Start a run in two ranks, unless told otherwise, with dropout and a checkpoint every other step."""
+    site = task / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(_SITE)
+    environment = {"HF_HOME": str(task / "hf"), "PYTHONPATH": str(site), "TEST_ROWS": str(task / f"{out}_rows")}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment |= {name: value for name, value in os.environ.items() if name not in names}
+    environment["TEST_SLOW_S"] = str(slow_s)
+    defaults = {
+        "cpu": 2,
+        "dataset": task / "few.jsonl",
+        "lora_dropout": 0.1,
+        "max_steps": 14,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "resume": "auto",
+    }
+    (task / "few.jsonl").write_text("".join((task / "rows.jsonl").read_text().splitlines(keepends=True)[:22]))
+    command = [*LORASHARD, "finetune", *make_options(task, out, **defaults | options)]
+    log = (task / f"{out}.log").open("a")
+    with log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, task: Path, out: str, timeout_s: float = 110) -> int:
+    """Wait for a run's end; return its exit code. No process is left."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError((task / f"{out}.log").read_text()[-3000:]) from None
+    finally:
+        kill_all(process)
+
+
+def train(task: Path, out: str, **options) -> Path:
+    """Run to the end; return the run's folder."""
+    code = finish(start(task, out, **options), task, out)
+    assert code == 0, (task / f"{out}.log").read_text()[-3000:]
+    return task / out
+
+
+def refuse(task: Path, out: str, **options) -> str:
+    """Start a run that is to be refused; return its one line on stderr, and see that the folder is as it was."""
+    log = task / f"{out}.log"
+    log.unlink(missing_ok=True)
+    before = hash_files(task / out)
+    code = finish(start(task, out, **options), task, out)
+    said = log.read_text()
+    assert code == 2, said
+    assert hash_files(task / out) == before, said
+    lines = [line for line in said.splitlines() if "error: " in line]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    return lines[0]
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Return what a run's folder holds, but for where the run stands."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("status.json", ".lock") and path.parent.name != "logs"
+    }
+
+
+def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str, timeout_s: float = 100) -> bool:
+    """Kill a run when `is_time`; return whether it came to that before the run's end.
+
+    Args:
+        whom: `launcher`, `all`, or the number of a rank; the others are then gone before this returns.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not is_time():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline_s, "the moment to kill never came"
+        time.sleep(0.002)
+    ranks = find_ranks(process)
+    victims = [process.pid] if whom == "launcher" else [process.pid, *ranks.values()]
+    if whom not in ("launcher", "all"):
+        victims = [pid for rank, pid in ranks.items() if rank == whom]
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(60)
+    for pid in ranks.values():
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(30)
+    return True
+
+
+def find_ranks(process: subprocess.Popen) -> dict[str, int]:
+    """Return the process ids of a launcher's ranks."""
+    ranks = {}
+    try:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                ranks[child.environ()["RANK"]] = child.pid
+            except (KeyError, psutil.Error):
+                continue
+    except psutil.NoSuchProcess:
+        pass
+    return ranks
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """End what is left of a run."""
+    for pid in [*find_ranks(process).values(), process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(30)
+
+
+def survive(task: Path, out: str, moments: list[tuple[Callable[[], bool], str]], **options) -> Path:
+    """Start a run again and again with the same words, killed at each of `moments`, and at last to its end."""
+    for is_time, whom in moments:
+        process = start(task, out, **options)
+        try:
+            is_killed = kill_when(process, is_time, whom)
+        finally:
+            kill_all(process)
+        assert is_killed, (task / f"{out}.log").read_text()[-3000:]
+    return train(task, out, **options)
+
+
+def count_steps(folder: Path) -> int:
+    try:
+        return (folder / "metrics.jsonl").read_text().count('"loss"')
+    except FileNotFoundError:
+        return 0
+
+
+def after_steps(folder: Path, num_steps: int, random_: random.Random) -> Callable[[], bool]:
+    """Return the moment at most a fifth of a second after a step was logged."""
+    wait_s = random_.random() / 5
+    seen_s: list[float] = []
+
+    def is_time() -> bool:
+        if not seen_s and count_steps(folder) >= num_steps:
+            seen_s.append(time.monotonic())
+        return bool(seen_s) and time.monotonic() >= seen_s[0] + wait_s
+
+    return is_time
+
+
+def sees(folder: Path, pattern: str) -> Callable[[], bool]:
+    """Return the moment at which a file is there."""
+    return lambda: any(folder.glob(pattern))
+
+
+def read_phase(folder: Path) -> str:
+    try:
+        return json.loads((folder / "status.json").read_text())["phase"]
+    except (OSError, ValueError):
+        return ""
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each step; each is there once, in order."""
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), "a step is there twice, or late"
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def read_evaluations(folder: Path) -> dict[int, float]:
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if "eval_loss" in line]
+    return {line["step"]: line["eval_loss"] for line in lines}
+
+
+def read_rows(task: Path, out: str, num_ranks: int) -> dict[int, list[list[int]]]:
+    """Return the rows of each step, of all ranks, in no order."""
+    steps: dict[int, list[list[int]]] = {}
+    for rank in range(num_ranks):
+        for line in read_lines(task / f"{out}_rows_{rank}.jsonl"):
+            steps.setdefault(line["step"], []).extend(line["rows"])
+    return {step: sorted(rows) for step, rows in sorted(steps.items())}
+
+
+def is_same_adapter(found: Path, expected: Path) -> bool:
+    """Tell whether two adapters are equal bit for bit."""
+    tensors, others = (load_file(folder / "adapter_model.safetensors") for folder in (found, expected))
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)

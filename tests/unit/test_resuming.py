@@ -1,0 +1,160 @@
+"""Which checkpoint a run goes on from, and which it refuses: each before any work is done for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lorashard.config import RunConfig
+from lorashard.errors import CheckpointError, ConfigError
+from lorashard.manifest import place_partial, publish
+from lorashard.resuming import Facts, check_resume, check_wanted, choose_checkpoint, read_progress
+
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "use_dora": False}
+# 22 rows, 8 a step, on 2 ranks: the last step of an epoch has 6.
+SAVED = Facts("sft", 2, 8, 22, 22, "ab" * 32, "random, seed 42", LORA, True)
+
+
+def make_config(folder: Path, **options) -> RunConfig:
+    return RunConfig(model_name_or_path="m", dataset="d", output_dir=str(folder), **options)
+
+
+def make_arguments(**options) -> SimpleNamespace:
+    defaults = dict(ignore_data_skip=False, max_steps=9, num_train_epochs=3.0, train_sampling_strategy="random")
+    return SimpleNamespace(**defaults | options)
+
+
+def save(folder: Path, step: int, facts: Facts = SAVED) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    place_partial(checkpoint).mkdir(parents=True)
+    (place_partial(checkpoint) / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    publish(checkpoint, asdict(facts))
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"method": "dpo"}, "was written by method sft, and this run is dpo"),
+        ({"lora": LORA | {"r": 8}}, "trained with r 16, and this run has 8"),
+        ({"lora": LORA | {"target_modules": "all-linear"}}, "trained with target_modules"),
+        ({"lora": LORA | {"modules_to_save": ["lm_head"]}}, "trained with modules_to_save None"),
+        ({"data_sha256": "cd" * 32}, "the data have changed since checkpoint-4.*abababababab.*cdcdcdcdcdcd"),
+        ({"num_rows": 21}, "the data have changed since checkpoint-4.*on 22 rows.*21 with"),
+        ({"order": "random, seed 43"}, "seed 42; this run has random, seed 43"),
+        ({"order": "sequential, seed 42"}, "came in another order"),
+        ({"rows_per_step": 16, "world_size": 4}, "8 rows a step on 2 ranks.*16 on 4: give --global_batch_size 8"),
+        ({"rows_per_epoch": 24, "world_size": 4}, "22 rows an epoch on 2 ranks.*24 on 4.*go on with 2 ranks"),
+    ],
+)
+def test_what_decides_the_steps_must_be_as_it_was(tmp_path, change, message):
+    """A run that goes on with other rows, or an adapter that is loaded into another one, looks healthy."""
+    checkpoint = save(tmp_path, 4)
+    same = [make_config(tmp_path), make_arguments(), checkpoint, SAVED]
+    assert check_resume(*same, pytest.fail) == 2
+    with pytest.raises(ConfigError, match=message) as error:
+        check_resume(*same[:3], replace(SAVED, **change), pytest.fail)
+    assert "\n" not in str(error.value)
+    if not {"method", "lora"} & change.keys():
+        skipping = make_arguments(ignore_data_skip=True)
+        assert check_resume(same[0], skipping, checkpoint, replace(SAVED, **change), pytest.fail) == 2
+
+
+@pytest.mark.parametrize(
+    "step, max_steps, is_refused", [(1, 2, False), (1, 3, True), (3, 5, False), (3, 6, True), (5, 5, False)]
+)
+def test_an_epoch_s_end_matters_where_it_is_still_to_come(tmp_path, step, max_steps, is_refused):
+    """A run is refused for an end that it never comes to, or its last step changes unseen. An epoch has 3 steps."""
+    found = [make_config(tmp_path), make_arguments(max_steps=max_steps), save(tmp_path, step)]
+    moved = replace(SAVED, world_size=4, rows_per_epoch=24)
+    if is_refused:
+        with pytest.raises(ConfigError, match="the last step of an epoch"):
+            check_resume(*found, moved, pytest.fail)
+    else:
+        assert check_resume(*found, moved, pytest.fail) == 2
+    by_epochs = make_arguments(max_steps=-1, num_train_epochs=max_steps / 3)
+    if not is_refused:
+        assert check_resume(found[0], by_epochs, found[2], moved, pytest.fail) == 2
+
+
+def test_filled_steps_are_said_where_they_are_new(tmp_path):
+    """A run without `global_batch_size` goes on with it: that is the person's word, and changes the epoch's last step.
+
+    In another order than the random one nothing is filled.
+    """
+    filling = make_config(tmp_path, global_batch_size=8)
+    checkpoint, moved = save(tmp_path, 4), replace(SAVED, world_size=4, rows_per_epoch=24)
+    said: list[str] = []
+    assert check_resume(filling, make_arguments(), checkpoint, moved, said.append) == 2
+    assert len(said) == 1 and "24 rows an epoch, 22 before checkpoint-4" in said[0]
+    with pytest.raises(ConfigError, match="the last step of an epoch"):
+        check_resume(filling, make_arguments(train_sampling_strategy="sequential"), checkpoint, moved, pytest.fail)
+    both = save(tmp_path / "both", 4, replace(SAVED, rows_per_epoch=24))
+    assert check_resume(filling, make_arguments(), both, moved, pytest.fail) == 2
+
+
+def test_the_newest_complete_checkpoint_is_chosen_and_the_others_are_named(tmp_path):
+    """Catches a damaged one that is taken, and one that is passed over without a word."""
+    for step in (2, 9, 10):
+        save(tmp_path, step)
+    save(tmp_path, 12, replace(SAVED, is_resumable=False))
+    (tmp_path / "checkpoint-14").mkdir()
+    state = tmp_path / "checkpoint-10" / "trainer_state.json"
+    state.write_text(state.read_text().replace("10", "11"))
+    for wanted in ("auto", True):
+        said: list[str] = []
+        chosen = choose_checkpoint(make_config(tmp_path, resume_from_checkpoint=wanted), True, said.append)
+        assert chosen == tmp_path / "checkpoint-9"
+        assert [line.split(" is skipped: ")[0] for line in said] == [f"checkpoint-{step}" for step in (14, 12, 10)]
+        assert "no manifest" in said[0] and "adapter alone" in said[1] and f"{state} is damaged" in said[2]
+    for step, message in [(10, f"{state} is damaged"), (12, "adapter alone")]:
+        by_path = make_config(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        with pytest.raises(CheckpointError, match=message):
+            choose_checkpoint(by_path, True, pytest.fail)
+    assert choose_checkpoint(make_config(tmp_path), True, pytest.fail) is None
+
+
+def test_a_bare_trainer_s_checkpoint_is_taken_by_name_alone(tmp_path):
+    """Nothing tells whether it is whole: that is said, and the person decides."""
+    (save(tmp_path, 4) / "manifest.json").unlink()
+    said: list[str] = []
+    config = make_config(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    checkpoint = choose_checkpoint(config, True, said.append)
+    assert checkpoint == tmp_path / "checkpoint-4" and len(said) == 1 and "has no manifest" in said[0]
+    assert check_resume(config, make_arguments(), checkpoint, SAVED, pytest.fail) is None
+    assert choose_checkpoint(make_config(tmp_path, resume_from_checkpoint="auto"), True, said.append) is None
+
+
+def test_to_start_afresh_never_costs_a_finished_adapter(tmp_path):
+    """`auto` in the folder of a run that saved no checkpoints, or whose are all damaged, would delete it."""
+    auto, true = (make_config(tmp_path, resume_from_checkpoint=wanted) for wanted in ("auto", True))
+    check_wanted(auto)
+    with pytest.raises(ConfigError, match="expected a complete checkpoint in .*, found none; leave the option out"):
+        check_wanted(true)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match="found none, and a finished adapter.*--overwrite_output_dir"):
+        check_wanted(auto)
+    check_wanted(make_config(tmp_path, resume_from_checkpoint="auto", overwrite_output_dir=True))
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    for config, message in [(auto, "a finished adapter"), (true, "found none")]:
+        check_wanted(config)
+        with pytest.raises(ConfigError, match=message):
+            choose_checkpoint(config, True, lambda line: None)
+
+
+def test_a_checkpoint_may_have_any_name_and_must_be_one(tmp_path):
+    """The step in a folder's name is not the one that a renamed or a copied checkpoint has come to."""
+    place = save(tmp_path, 4).rename(tmp_path / "the-best")
+    assert read_progress(place) == 4
+    check_wanted(make_config(tmp_path, resume_from_checkpoint=str(place)))
+    for name, message in [("nowhere", "found nothing at"), (".", "found one without")]:
+        with pytest.raises(ConfigError, match=f"expected a checkpoint's folder.*{message}"):
+            check_wanted(make_config(tmp_path, resume_from_checkpoint=str(tmp_path / name)))
+    for damaged in ("", "[]", "{}"):
+        (place / "trainer_state.json").write_text(damaged)
+        with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged"):
+            check_wanted(make_config(tmp_path, resume_from_checkpoint=str(place)))
