@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from .disk import find_fault
 from .errors import ConfigError, RunStopped, TrainingError, UserError, VerificationError
 from .output import RESULT_FILE_VARIABLE, outlive_full_disks
 from .stopping import STOPPED_EXIT_CODE
@@ -371,6 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
             return error.exit_code
+        if find_fault(error):
+            refused = ConfigError(f"a disk refuses: {error}; make room or mend it, and run this again")
+            return _report(refused, exit_code=2, is_plain=True)
         return _report(error, exit_code=1, is_plain=False)
 
 

@@ -112,6 +112,7 @@ PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
     "dataset_kwargs": ({"skip_prepare_dataset": True}, _PREPARES_ITSELF),
     "do_train": (True, "finetune trains"),
     "do_predict": (False, "finetune does not predict"),
+    "enable_jit_checkpoint": (False, "SIGTERM has a run save by itself, once all ranks have agreed on it"),
 }
 
 _SAVE_STEPS = 500  # transformers' default

@@ -31,6 +31,7 @@ from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
 from .stopping import RESTARTS_VARIABLE, StopRequest, find_restarts
 from .terminal import Terminal
+from .wanted import check_wanted
 
 _RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
 
@@ -63,6 +64,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
             check_folder(config)
             stack.enter_context(lock_run(Path(config.output_dir)))
             check_output_dir(config)
+            check_wanted(config)
             os.environ.update(build_environment(choice, os.environ) | _describe_terminal())
             if choice.device_type == "cuda":
                 _check_torch_sees_gpus()

@@ -7,7 +7,6 @@ data, their order, and how many rows make a step.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from .config import RunConfig
 from .data.prepare import Prepared
 from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest, read_step, verify
+from .wanted import check_afresh
 
 _NO_MANIFEST = "has no manifest, so nothing tells whether it is whole, nor whether this run has the same data and steps"
 
@@ -91,37 +91,6 @@ def _fills_steps(config: RunConfig, arguments: TrainingArguments) -> bool:
     return config.global_batch_size is not None and arguments.train_sampling_strategy == "random"
 
 
-def check_wanted(config: RunConfig) -> None:
-    """Refuse a checkpoint that is not there before any work is done for it.
-
-    Raises:
-        ConfigError: there is none, and the run is not to start afresh then.
-    """
-    wanted = config.resume_from_checkpoint
-    if isinstance(wanted, str) and wanted != "auto":
-        read_progress(Path(wanted))
-    elif wanted and not list_checkpoints(Path(config.output_dir)):
-        _check_afresh(config)
-
-
-def read_progress(checkpoint: Path) -> int:
-    """Return the step that a checkpoint has come to, whatever its folder is called.
-
-    Raises:
-        ConfigError: it is no checkpoint.
-    """
-    path = checkpoint / "trainer_state.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["global_step"]
-    except OSError:
-        found = "one without" if checkpoint.is_dir() else "nothing at"
-        raise ConfigError(
-            f"resume_from_checkpoint: expected a checkpoint's folder, with {path.name}, found {found} {path}"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"resume_from_checkpoint: {path} is damaged: {error}") from error
-
-
 def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], None]) -> Path | None:
     """Return the checkpoint to go on from, whole on every node, or None to start afresh.
 
@@ -153,23 +122,8 @@ def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], 
         if problem is None:
             return run / f"checkpoint-{step}"
         tell(f"checkpoint-{step} is skipped: {problem}")
-    _check_afresh(config)
+    check_afresh(config)
     return None
-
-
-def _check_afresh(config: RunConfig) -> None:
-    """Refuse to start afresh where nobody has asked for that, or where it would cost a finished adapter."""
-    folder = Path(config.output_dir)
-    expected = f"resume_from_checkpoint: expected a complete checkpoint in {folder}, found none"
-    if config.resume_from_checkpoint is True:
-        raise ConfigError(
-            f"{expected}; leave the option out to start anew, or give auto, which starts afresh where there is none"
-        )
-    if (folder / "adapter_config.json").exists() and not config.overwrite_output_dir:
-        raise ConfigError(
-            f"{expected}, and a finished adapter, which starting afresh would delete: choose another folder, or start "
-            "anew with --overwrite_output_dir"
-        )
 
 
 def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:

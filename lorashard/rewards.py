@@ -21,23 +21,26 @@ _OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # as `trl gr
 Reward = str | Callable[..., Any]
 
 
-def load_rewards(names: list[str], model_name_or_path: str | None, trust_remote_code: bool = False) -> list[Reward]:
-    """Return what GRPOTrainer takes as `reward_funcs`: a reward model's name, which it loads whole, and functions.
-
-    The trainer would take pickled weights too, and say of damaged ones what transformers says: so the model is looked
-    at here.
+def check_reward_model(model_name_or_path: str, trust_remote_code: bool = False) -> None:
+    """Look at a reward model, which the trainer would load from pickles too, and whose faults it tells as they come.
 
     Args:
-        trust_remote_code: Run code that comes with the reward model.
+        trust_remote_code: Run code that comes with it.
 
     Raises:
-        CheckpointError: The reward model is missing, damaged, or needs code of its own.
+        CheckpointError: It is missing, damaged, or needs code of its own.
+    """
+    folder = resolve_folder(model_name_or_path)
+    with Checkpoint.open(folder):
+        read_model_config(folder, trust_remote_code)
+
+
+def load_rewards(names: list[str], model_name_or_path: str | None) -> list[Reward]:
+    """Return what GRPOTrainer takes as `reward_funcs`: a reward model's name, which it loads whole, and functions.
+
+    Raises:
         ConfigError: A function is not found, or needs a package that is not there.
     """
-    if model_name_or_path:
-        folder = resolve_folder(model_name_or_path)
-        with Checkpoint.open(folder):
-            read_model_config(folder, trust_remote_code)
     model: list[Reward] = [model_name_or_path] if model_name_or_path else []
     return model + [_load_function(name) for name in names]
 

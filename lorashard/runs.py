@@ -4,7 +4,8 @@ A disk that takes none of it does not end the run; see `disk.PatientFiles`.
 
 config.yaml  versions.json   the resolved options and the libraries that ran
 plan.json                    what each placement was predicted to cost, where one was planned
-status.json                  phase, step, pid; replaced at each change
+status.json                  phase, step, pid, why ranks were started again; replaced at each change
+.lock  .owner.json           held by, and naming, the process that the folder belongs to while the run lives
 metrics.jsonl                one line a logged step
 ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
 logs/rank_K.log              what the rank printed

@@ -42,12 +42,13 @@ from .plan.auto import plan_here
 from .plan.choose import Plan, PlanError
 from .plan.costs import Row
 from .profiling import StepProfiler
-from .resuming import check_resume, check_wanted, choose_checkpoint, describe_run, read_progress
-from .rewards import Reward, load_rewards
+from .resuming import check_resume, choose_checkpoint, describe_run
+from .rewards import Reward, check_reward_model, load_rewards
 from .runs import Run, measure_rank
 from .stopping import StopRequest
 from .trackers import drop_refused_trackers
 from .trainer import Survival, make_surviving
+from .wanted import check_wanted, read_progress
 
 _CHECKED_TOKENS = 64
 
@@ -102,7 +103,9 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
     heartbeat.note("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
-    rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path, config.trust_remote_code)
+    rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
+    if config.reward_model_name_or_path is not None:
+        check_reward_model(config.reward_model_name_or_path, config.trust_remote_code)
     checkpoint = choose_checkpoint(config, arguments.local_process_index == 0, tell)
     if checkpoint is not None:
         check_checkpoint(checkpoint)

@@ -77,6 +77,7 @@ class SurvivingTrainer(FiniteTrainer):
         if self._sampler is not None:
             self._sampler.epoch = kwargs["epoch"]
         super()._run_epoch(*args, **kwargs)
+        self._stop_if_asked()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -107,6 +108,10 @@ class SurvivingTrainer(FiniteTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if not float(self.state.epoch).is_integer():  # at an epoch's end its own evaluation and save are still to come
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if not self._stop_signal or is_over:
             return

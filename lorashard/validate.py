@@ -34,6 +34,8 @@ def validate(config: RunConfig) -> Iterator[str]:
     _check_trainer_options(config, choice.device_type, choice.num_ranks)
     yield "options: accepted by TRL and transformers"
     yield f"model: {describe_model(config.model_name_or_path, config.model_revision)}"
+    if config.reward_model_name_or_path is not None:
+        yield f"reward model: {describe_model(config.reward_model_name_or_path, None)}"
     yield f"adapter: {_describe_adapter(config)}"
     tokenizer = load_tokenizer(
         config.model_name_or_path,
@@ -54,7 +56,7 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 
     build_arguments(config, device_type == "cpu", num_ranks)
     if config.trl_method.generates:
-        load_rewards(config.reward_funcs or [], config.reward_model_name_or_path, config.trust_remote_code)
+        load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
 
 
 def _describe_adapter(config: RunConfig) -> str:

@@ -144,6 +144,7 @@ def test_files_are_hashed_once_and_shared_out(tmp_path, monkeypatch):
     base = tmp_path / "base"
     build_base().save_pretrained(base, max_shard_size="40KB")
     monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("lorashard.model.identity._COARSEST_CLOCK_S", -1)  # files that are new are not remembered
     files = sorted(base.glob("*.safetensors"))
 
     def body(rank, hashed=None):
@@ -252,6 +253,7 @@ def test_a_memory_of_hashes_that_fails_costs_time_alone(tmp_path, monkeypatch, c
     """Catches an empty or unwritable cache that stops every command."""
     home = tmp_path / "home"
     monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(home))
+    monkeypatch.setattr("lorashard.model.identity._COARSEST_CLOCK_S", -1)  # files that are new are not remembered
     file = tmp_path / "file"
     file.write_bytes(b"weights")
     expected = hashlib.sha256(b"weights").hexdigest()

@@ -15,7 +15,7 @@ import pytest
 
 import lorashard
 
-DEADLINE_S = 60
+DEADLINE_S = 100
 
 
 class Launch:

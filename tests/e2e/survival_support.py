@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 # Imported by every process of a run: calls that change the disk take longer, so that a kill can come between them, and
 # ranks write down the rows that they train on.
 _SITE = """
-import importlib.abc, importlib.util, json, os, sys, time
+import importlib.abc, importlib.util, json, os, signal, sys, time
 
 SLOW_S = float(os.environ.get("TEST_SLOW_S", "0"))
 
@@ -42,6 +42,8 @@ def watch(module):
         rows = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], masks)]
         with open(os.environ["TEST_ROWS"] + f"_{self.args.process_index}.jsonl", "a") as file:
             file.write(json.dumps({"step": self.state.global_step + 1, "rows": rows}) + chr(10))
+        if [self.state.global_step + 1, self.args.process_index] == json.loads(os.environ.get("TEST_STOP", "[]")):
+            os.kill(os.getpid(), signal.SIGUSR1)
         return train(self, model, inputs, *args, **kwargs)
     module.SurvivingTrainer.training_step = training_step
 
@@ -60,15 +62,24 @@ if "TEST_ROWS" in os.environ:
 """
 
 
-def start(task: Path, out: str, slow_s: float = 0, **options) -> subprocess.Popen:
-    """Start a run in two ranks, unless told otherwise, with dropout and a checkpoint every other step."""
+def start(task: Path, out: str, slow_s: float = 0, stop: tuple[int, int] | None = None, **options) -> subprocess.Popen:
+    """Start a run in two ranks, unless told otherwise, with dropout and a checkpoint every other step.
+
+    Args:
+        slow_s: how much longer each change of the disk takes.
+        stop: the step at which a rank is asked to stop, and the rank.
+    """
     site = task / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    environment = {"HF_HOME": str(task / "hf"), "PYTHONPATH": str(site), "TEST_ROWS": str(task / f"{out}_rows")}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment |= {name: value for name, value in os.environ.items() if name not in names}
-    environment["TEST_SLOW_S"] = str(slow_s)
+    environment = {name: value for name, value in os.environ.items() if name not in names} | {
+        "HF_HOME": str(task / "hf"),
+        "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "TEST_ROWS": str(task / f"{out}_rows"),
+        "TEST_SLOW_S": str(slow_s),
+        "TEST_STOP": json.dumps(stop or []),
+    }
     defaults = {
         "cpu": 2,
         "dataset": task / "few.jsonl",
@@ -86,7 +97,7 @@ def start(task: Path, out: str, slow_s: float = 0, **options) -> subprocess.Pope
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def finish(process: subprocess.Popen, task: Path, out: str, timeout_s: float = 110) -> int:
+def finish(process: subprocess.Popen, task: Path, out: str, timeout_s: float = 200) -> int:
     """Wait for a run's end; return its exit code. No process is left."""
     try:
         return process.wait(timeout_s)
@@ -126,7 +137,7 @@ def hash_files(folder: Path) -> dict[str, str]:
     }
 
 
-def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str, timeout_s: float = 100) -> bool:
+def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str, timeout_s: float = 200) -> bool:
     """Kill a run when `is_time`; return whether it came to that before the run's end.
 
     Args:
@@ -137,7 +148,7 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str,
         if process.poll() is not None:
             return False
         assert time.monotonic() < deadline_s, "the moment to kill never came"
-        time.sleep(0.002)
+        time.sleep(0.005)
     ranks = find_ranks(process)
     victims = [process.pid] if whom == "launcher" else [process.pid, *ranks.values()]
     if whom not in ("launcher", "all"):

@@ -192,10 +192,13 @@ def test_a_run_goes_on_by_itself_after_a_kill(task: Path):  # noqa: F811
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"HF_HOME": str(task / "hf")}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True)
-    wait_for_steps(task / "run", process, 30)
-    os.kill(json.loads((task / "run" / "status.json").read_text())["pid"], signal.SIGKILL)
-    stdout, stderr = process.communicate(timeout=100)
+    with subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            wait_for_steps(task / "run", process, 30)
+            os.kill(json.loads((task / "run" / "status.json").read_text())["pid"], signal.SIGKILL)
+            stdout, stderr = process.communicate(timeout=100)
+        finally:
+            process.kill()  # its ranks die with it
 
     assert process.returncode == 0, stdout + stderr
     status = json.loads((task / "run" / "status.json").read_text())

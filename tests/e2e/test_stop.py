@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from finetune_support import LORASHARD, TORCHRUN, make_options
 from launch_support import Launch, slow, wait_until
@@ -147,13 +148,27 @@ def test_a_rank_that_dies_while_it_stops_is_a_failure(start: Callable[[str], Lau
     assert code == 1 and "rank 1 failed: ValueError: the disk is gone" in stderr.splitlines()[1]
 
 
-def start_run(command: list[str], folder: Path, out: str) -> subprocess.Popen[str]:
-    words = make_options(folder, out, max_steps=100_000, save_strategy="steps", save_steps=50_000)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"HF_HOME": str(folder / "hf"), "ACCELERATE_USE_CPU": "true"}
-    return subprocess.Popen(
-        [*command, "finetune", *words, "--cpu", "2"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture
+def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Popen[str]]]:  # noqa: F811
+    """Start a run that goes on until it is stopped; all of it is killed if the test leaves it behind."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_run(command: list[str], out: str) -> subprocess.Popen[str]:
+        words = make_options(task, out, max_steps=100_000, save_strategy="steps", save_steps=50_000)
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        env |= {"HF_HOME": str(task / "hf"), "ACCELERATE_USE_CPU": "true"}
+        pipe = subprocess.PIPE
+        words = [*command, "finetune", *words, "--cpu", "2"]
+        processes.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+        return processes[-1]
+
+    yield start_run
+    for process in processes:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.communicate()
 
 
 def wait_for_steps(run: Path, process: subprocess.Popen[str], num_steps: int = 1) -> None:
@@ -172,10 +187,10 @@ def check_refusal(task: Path, run: Path, owner: int) -> None:  # noqa: F811
     assert f"is owned by another run that is alive (process {owner} on" in second.stderr
 
 
-def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path):  # noqa: F811
+def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, start_run: Callable):  # noqa: F811
     """The exit code of a success or a crash, a checkpoint that nothing can go on from, a status that says it runs."""
     run = task / "run"
-    process = start_run(LORASHARD, task, "run")
+    process = start_run(LORASHARD, "run")
     wait_for_steps(run, process)
     check_refusal(task, run, process.pid)
     process.send_signal(signal.SIGTERM)
@@ -192,10 +207,10 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, number: signal.Signals):  # noqa: F811
+def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, start_run: Callable, number: signal.Signals):  # noqa: F811
     """A cluster's torchrun, whose ranks know of a request only by what it sends them."""
     run = task / f"torchrun_{number.name}"
-    process = start_run([*TORCHRUN, "-m", "lorashard"], task, run.name)
+    process = start_run([*TORCHRUN, "-m", "lorashard"], run.name)
     wait_for_steps(run, process)
     check_refusal(task, run, json.loads((run / "status.json").read_text())["pid"])
     process.send_signal(number)

@@ -39,7 +39,7 @@ OPTIONS = {
 }
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, **sizes: int) -> None:
     """Write a model whose embedding of the word POISON is infinite, and its tokenizer."""
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *WORDS, POISON])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -47,7 +47,7 @@ def write_model(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
-    base = build_base(vocab_size=len(vocabulary), num_hidden_layers=2, eos_token_id=2)
+    base = build_base(vocab_size=len(vocabulary), eos_token_id=2, **{"num_hidden_layers": 2} | sizes)
     with torch.no_grad():
         base.get_input_embeddings().weight[vocabulary[POISON]] = torch.inf
     base.save_pretrained(folder)

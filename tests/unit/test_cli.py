@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -156,7 +157,7 @@ def test_a_mistake_on_every_rank_is_said_once(
 def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a crash reported as the user's mistake, and Ctrl-C as a crash."""
+    """Catches a crash reported as the user's mistake, and Ctrl-C or a full disk as a crash."""
     enter_launcher(monkeypatch)
 
     def fail(error: BaseException) -> None:
@@ -171,6 +172,12 @@ def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt())))
     assert main(finetune_words(tmp_path)) == 130
     assert capsys.readouterr().err == ""
+
+    full = OSError(errno.ENOSPC, "No space left on device", "/cache/train.arrow")
+    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(full)))
+    assert main(finetune_words(tmp_path)) == 2
+    stderr = capsys.readouterr().err
+    assert "/cache/train.arrow" in stderr and stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "adapter_model.safetensors", "checkpoint-10"])

@@ -23,7 +23,7 @@ from lorashard.model import identity
 from lorashard.model.checkpoint import Checkpoint
 from lorashard.model.identity import hash_file
 from lorashard.model.saved import find_adapter
-from lorashard.rewards import load_rewards
+from lorashard.rewards import check_reward_model
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -362,7 +362,7 @@ def test_a_pickled_base_and_a_pickled_reward_model_are_refused(model, tmp_path, 
     (model / "model.safetensors").unlink()
     torch.save(Malicious(tmp_path / "mark"), model / name)
     said = "only pickled weights" if name == "pytorch_model.bin" else "model.safetensors (| is damaged"
-    for function in (load, lambda folder: load_rewards([], str(folder))):
+    for function in (load, lambda folder: check_reward_model(str(folder))):
         message = read_error(function, model, kind=CheckpointError)
         assert any(part in message for part in said.split("|"))
     assert not (tmp_path / "mark").exists()
@@ -404,7 +404,7 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(model, tmp_path
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     mark = tmp_path / "mark"
     write_code(model, mark)
-    for function in (load, lambda folder: load_tokenizer(str(folder)), lambda folder: load_rewards([], str(folder))):
+    for function in (load, lambda folder: load_tokenizer(str(folder)), lambda folder: check_reward_model(str(folder))):
         message = read_error(function, model, kind=CheckpointError)
         assert f"{model} needs code of its own ({model / 'evil.py'})" in message and "--trust_remote_code" in message
         assert not mark.exists()

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -269,7 +268,7 @@ def test_ranks_may_end_at_different_times(group: Group) -> None:
 def compute_in_python(rank: int, heartbeat: Heartbeat) -> None:
     until_s = time.monotonic() + 2 * TIMEOUT_S
     while time.monotonic() < until_s:
-        sum(range(1000))
+        pass
 
 
 def test_a_busy_main_thread_is_no_silence(group: Group) -> None:
@@ -309,34 +308,3 @@ def test_where_every_rank_stood_can_be_asked(group: Group) -> None:
     early, late = ((group.folder / f"ranks_{rank}").read_text().splitlines() for rank in (1, 0))
     assert [line.split(", at ")[0] for line in early] == [f"rank {rank}: 'save' of step 3" for rank in (0, 1)]
     assert late[1] == "rank 1: at its end"
-
-
-def test_a_beat_costs_next_to_nothing(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a beat that takes a part of the step, such as a store request for each of many ranks."""
-    from lorashard.dist import RollCall
-
-    num_ranks = 64
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(group._port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks)}.items():
-        monkeypatch.setenv(name, value)
-    env = read_launcher_env()
-    assert env is not None
-    heartbeat = Heartbeat(env, 120, print)
-    store = dist.PrefixStore(
-        "lorashard-test", dist.TCPStore("localhost", group._port, None, False, timedelta(seconds=5))
-    )
-    for rank in range(num_ranks):
-        store.set(f"word/{rank}", heartbeat._make_beat())
-    roll_call = RollCall(env, 5, "test")
-
-    beats_s = []
-    for _ in range(20):
-        begin_s = time.perf_counter()
-        roll_call.leave_word(heartbeat._make_beat())
-        words = roll_call.read_words()
-        beats_s.append(time.perf_counter() - begin_s)
-
-    assert len(words) == num_ranks and None not in words
-    assert min(beats_s) < 0.002  # of each 2 s

@@ -20,7 +20,7 @@ from lorashard.lock import lock_run
 
 # Takes the lock, says so, and holds it until its stdin ends.
 OWNER = """
-import errno, sys
+import errno, os, sys, time
 from pathlib import Path
 import filelock, filelock._unix
 from lorashard.errors import ConfigError
@@ -33,6 +33,9 @@ print("ready", flush=True)
 sys.stdin.readline()
 try:
     with lock_run(Path(sys.argv[1])):
+        if sys.argv[2] == "worker" and os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
         print("mine", flush=True)
         sys.stdin.readline()
 except ConfigError as error:
@@ -108,6 +111,15 @@ def test_the_lock_of_a_killed_run_is_taken_over_and_said(start, tmp_path, capsys
     assert f"left behind by a run that was killed (process {killed.process.pid} on {platform.node()}" in said
     with lock_run(tmp_path):
         assert capsys.readouterr().err == ""
+
+
+def test_a_worker_of_a_killed_run_does_not_keep_its_lock(start, tmp_path):
+    """A restart that is refused for as long as a data loader's workers take to see that their rank is gone."""
+    killed = start(tmp_path, "worker")
+    assert killed.take() == "mine"
+    killed.kill()
+    with lock_run(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["flock", "no-flock"])

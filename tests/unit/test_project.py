@@ -150,3 +150,10 @@ def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
     assert packed == {re.sub("^ui/", "lorashard_ui/", file) for file in files}
+
+
+def test_each_promise_names_a_test_that_exists() -> None:
+    """A promise whose test was renamed or deleted is kept by nobody."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs/reliability.md").read_text())
+    assert len(named) > 40
+    assert [f"{path}::{test}" for path, test in named if f"\ndef {test}(" not in (ROOT / path).read_text()] == []

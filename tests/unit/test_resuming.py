@@ -12,7 +12,8 @@ import pytest
 from lorashard.config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.manifest import place_partial, publish
-from lorashard.resuming import Facts, check_resume, check_wanted, choose_checkpoint, read_progress
+from lorashard.resuming import Facts, check_resume, choose_checkpoint
+from lorashard.wanted import check_wanted, read_progress
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "use_dora": False}
 # 22 rows, 8 a step, on 2 ranks: the last step of an epoch has 6.
