@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,11 @@ import datasets
 import torch
 import trl
 from peft import LoraConfig, PeftModel
-from transformers import (
-    EarlyStoppingCallback,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 from transformers.utils import is_liger_kernel_available
 
 from . import api, dist
+from .callbacks import add_callbacks
 from .checkpoint import check_adapter, save_adapter
 from .checkpoint_files import check_checkpoint
 from .config import RunConfig
@@ -41,12 +35,10 @@ from .nonfinite import NonfiniteRule
 from .plan.auto import plan_here
 from .plan.choose import Plan, PlanError
 from .plan.costs import Row
-from .profiling import StepProfiler
 from .resuming import check_resume, choose_checkpoint, describe_run
 from .rewards import Reward, check_reward_model, load_rewards
 from .runs import Run, measure_rank
 from .stopping import StopRequest
-from .trackers import drop_refused_trackers
 from .trainer import Survival, make_surviving
 from .wanted import check_wanted, read_progress
 
@@ -86,9 +78,14 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
 
 def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbeat: Heartbeat) -> None:
     def tell(line: str) -> None:
-        _say(rank, line)
+        if rank == 0:
+            print(f"lorashard: {line}", flush=True)
 
-    heartbeat.note("tokenise")
+    def enter(phase: str, step: int | None = None) -> None:
+        heartbeat.note(phase, step)
+        run.set_status(phase, **({} if step is None else {"step": step}))
+
+    enter("tokenise")
     tokenizer = load_tokenizer(
         config.model_name_or_path,
         config.model_revision,
@@ -97,10 +94,9 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
         config.eos_token,
     )
     prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
-    _say(rank, f"dataset: {prepared.report.summary()}")
+    tell(f"dataset: {prepared.report.summary()}")
     stop.check("the training had not begun")
-    run.set_status("load")
-    heartbeat.note("load")
+    enter("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
     rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
@@ -124,8 +120,49 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
         saved_world_size=check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None,
         tell=tell,
     )
-    placement, plan = _place(config, prepared, run, rank)
+    placement, plan = _place(config, prepared, run, tell)
     set_seed(arguments.seed)
+    model, base_bytes = _load(config, placement, tell)
+    if checkpoint is not None:
+        base = api.base_of(model)
+        assert base is not None
+        base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
+    stop.check("the training had not begun")
+    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
+    add_callbacks(
+        trainer,
+        config,
+        run,
+        heartbeat,
+        model,
+        tokenizer,
+        samples_chat=tokenizer.chat_template is not None and prepared.report.is_chat,
+        base_bytes=base_bytes,
+        tell=tell,
+    )
+    writes = rank == 0 or (not is_shared and arguments.local_process_index == 0)
+    is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()
+    if writes:
+        clear_leftovers(run.folder)
+        _set_aside(run.folder, checkpoint if is_in_place else None, config.overwrite_output_dir, tell)
+    run.begin(config.to_yaml(), resumed_step=read_progress(checkpoint) if checkpoint and is_in_place else None)
+    if checkpoint is not None:
+        tell(f"going on from {checkpoint}, step {read_progress(checkpoint)}")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    enter("save", trainer.state.global_step)
+    together(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
+    verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
+    tell(f"adapter: saved to {run.folder} and read back: {verdict}")
+    measured = measure_rank(api.engine_of(model), base_bytes)
+    run.add_rank_line({"step": trainer.state.global_step} | measured)
+    if plan is not None:
+        tell(_compare_with_plan(plan.choice, measured))
+    run.set_status("done", step=trainer.state.global_step)
+    _end_group(trainer)
+
+
+def _load(config: RunConfig, placement: dict[str, Any], tell: Callable[[str], None]) -> tuple[PeftModel, int]:
+    """Return the model with its adapter, and how many bytes the whole base has."""
     begin_s = time.perf_counter()
     model = api.load(
         config.model_name_or_path,
@@ -138,69 +175,26 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
         num_labels=1 if config.trl_method.is_classifier else None,
         **placement,
     )
-    if checkpoint is not None:
-        base = api.base_of(model)
-        assert base is not None
-        base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     stats = api.stats(model)
-    _say(
-        rank,
+    tell(
         f"model: {base_bytes / 2**30:.3f} GiB of frozen base; each of {dist.get_world_size()} ranks holds "
         f"{stats.bytes_at_rest / 2**30:.3f} GiB of it on its device and {stats.host_bytes_at_rest / 2**30:.3f} GiB in "
         f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
     )
-    stop.check("the training had not begun")
-    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
-    # First, so that trackers and the progress bar see what it adds to a log line.
-    trainer.callback_handler.callbacks.insert(0, _RunCallback(run, model, base_bytes))
-    trainer.add_callback(_HeartbeatCallback(heartbeat))
-    drop_refused_trackers(
-        trainer.callback_handler.callbacks, arguments.report_to, run.folder, lambda line: _say(rank, line)
-    )
-    if config.profile_range is not None:
-        profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
-        trainer.add_callback(_ProfileCallback(profiler))
-    if config.early_stopping_patience is not None:
-        trainer.add_callback(_EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold))
-    if config.sample_prompts is not None:
-        from .generation import SampleCallback
-
-        as_chat = tokenizer.chat_template is not None and prepared.report.is_chat
-        sampler = SampleCallback(model, tokenizer, config.sample_prompts, run.folder, as_chat=as_chat)
-        trainer.callback_handler.callbacks.insert(0, sampler)  # before the run's own, which leaves the pause out
-    writes = rank == 0 or (not is_shared and arguments.local_process_index == 0)
-    is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()
-    if writes:
-        clear_leftovers(run.folder)
-        _set_aside(run.folder, checkpoint if is_in_place else None, config, rank)
-    run.begin(config.to_yaml(), resumed_step=read_progress(checkpoint) if checkpoint and is_in_place else None)
-    if checkpoint is not None:
-        _say(rank, f"going on from {checkpoint}, step {read_progress(checkpoint)}")
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    run.set_status("save", step=trainer.state.global_step)
-    heartbeat.note("save", trainer.state.global_step)
-    together(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
-    verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
-    _say(rank, f"adapter: saved to {run.folder} and read back: {verdict}")
-    measured = measure_rank(api.engine_of(model), base_bytes)
-    run.add_rank_line({"step": trainer.state.global_step} | measured)
-    if plan is not None:
-        _say(rank, _compare_with_plan(plan.choice, measured))
-    run.set_status("done", step=trainer.state.global_step)
-    _end_group(trainer)
+    return model, base_bytes
 
 
-def _set_aside(folder: Path, checkpoint: Path | None, config: RunConfig, rank: int) -> None:
+def _set_aside(folder: Path, checkpoint: Path | None, deletes: bool, tell: Callable[[str], None]) -> None:
     """Rename the checkpoints that this run goes on without: damaged ones, and those of steps that it does again."""
     for found in list_checkpoints(folder):
         if checkpoint is not None and read_step(found) <= read_progress(checkpoint):
             continue
-        if config.overwrite_output_dir:
+        if deletes:
             delete(found)
         else:
-            _say(rank, f"{found.name} is not gone on from: it is now {set_aside(found).name}")
+            tell(f"{found.name} is not gone on from: it is now {set_aside(found).name}")
 
 
 def _end_group(trainer: Trainer) -> None:
@@ -215,7 +209,9 @@ def _end_group(trainer: Trainer) -> None:
     trainer.accelerator.end_training()
 
 
-def _place(config: RunConfig, prepared: Prepared, run: Run, rank: int) -> tuple[dict[str, Any], Plan | None]:
+def _place(
+    config: RunConfig, prepared: Prepared, run: Run, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], Plan | None]:
     """Return the arguments of `load` that say where the base rests; what is left to `auto` is planned.
 
     Raises:
@@ -237,10 +233,10 @@ def _place(config: RunConfig, prepared: Prepared, run: Run, rank: int) -> tuple[
     try:
         plan = plan_here(describe_base(config), training, device, config)
     except PlanError as error:
-        _say(rank, f"placement: {error}; taking shard, give --placement for another")
+        tell(f"placement: {error}; taking shard, give --placement for another")
         return options | {"placement": "shard", "activation_checkpointing_layers": "all"}, None
     run.save_plan(plan.to_json())
-    _say(rank, f"placement: {plan.reason}")
+    tell(f"placement: {plan.reason}")
     return {"placement": plan.choice.placement}, plan
 
 
@@ -346,100 +342,7 @@ def build_trainer(
         raise ConfigError(f"TRL's {method.trainer_class} refuses the run: {' '.join(str(error).split())}") from error
 
 
-class _ProfileCallback(TrainerCallback):
-    """Tells a profiler of the trainer's steps, which a resumed run goes on counting."""
-
-    def __init__(self, profiler: StepProfiler) -> None:
-        self._profiler = profiler
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._profiler.begin_step(state.global_step + 1)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._profiler.end_step(state.global_step)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._profiler.close()
-
-
-class _EarlyStopping(EarlyStoppingCallback):
-    """Goes on counting evaluations without improvement where the checkpoint's run had come to."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        saved = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})["attributes"]
-        self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
-        control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
-
-
-class _HeartbeatCallback(TrainerCallback):
-    """Tells the heartbeat what the trainer does."""
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._heartbeat.note("train", state.global_step + 1)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if control.should_evaluate:
-            self._heartbeat.note("evaluate", state.global_step)
-        elif control.should_save:
-            self._heartbeat.note("save", state.global_step)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        if control.should_save:
-            self._heartbeat.note("save", state.global_step)
-
-
-class _RunCallback(TrainerCallback):
-    """Adds tokens per second to what the trainer logs, and writes it down."""
-
-    def __init__(self, run: Run, model: PeftModel, base_bytes: int) -> None:
-        self._run = run
-        self._engine = api.engine_of(model)
-        self._base_bytes = base_bytes
-        self._last: tuple[float, float] | None = None
-        self._step_end_s = 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._last = (time.perf_counter(), 0.0)
-        self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._step_end_s = time.perf_counter()
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self._leave_out_pause()
-
-    def on_save(self, args, state, control, **kwargs):
-        self._leave_out_pause()
-
-    def _leave_out_pause(self) -> None:
-        now_s = time.perf_counter()
-        if self._last is not None:
-            last_s, num_tokens = self._last
-            self._last = (last_s + now_s - self._step_end_s, num_tokens)
-        self._step_end_s = now_s
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        now_s = time.perf_counter()
-        if "loss" in logs and "num_tokens" in logs and self._last is not None:
-            last_s, last_tokens = self._last
-            num_tokens = logs["num_tokens"]
-            logs["tokens_per_s"] = round((num_tokens - last_tokens) / (now_s - last_s), 1)
-            self._last = (now_s, num_tokens)
-        self._run.add_metrics({"step": state.global_step, "time": time.time()} | logs)
-        self._run.add_rank_line({"step": state.global_step} | measure_rank(self._engine, self._base_bytes))
-        self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
-
-
 def _take_tokens(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> torch.Tensor:
     """Return tokens to compare logits on; where no row is tokenised, those of the row as Python writes it."""
     input_ids = rows[0].get("input_ids") or tokenizer(str(rows[0]))["input_ids"]
     return torch.tensor([input_ids[:_CHECKED_TOKENS]], device=device)
-
-
-def _say(rank: int, line: str) -> None:
-    if rank == 0:
-        print(f"lorashard: {line}", flush=True)

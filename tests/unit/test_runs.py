@@ -15,10 +15,10 @@ from tiny import build_base
 
 import lorashard
 from lorashard import api, manifest
+from lorashard.callbacks import RunCallback
 from lorashard.errors import ConfigError
 from lorashard.model.saved import find_adapter
 from lorashard.runs import Run, record_end
-from lorashard.train import _RunCallback
 
 
 def read_last(path: Path) -> dict:
@@ -108,7 +108,7 @@ def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     model = lorashard.shard(get_peft_model(build_base(), LoraConfig(target_modules=["q_proj"])))
-    callback = _RunCallback(Run(tmp_path, 0, 1), model, 1)
+    callback = RunCallback(Run(tmp_path, 0, 1), model, 1)
     state = SimpleNamespace(global_step=0, max_steps=2)
 
     def advance(seconds, event, **kwargs):
