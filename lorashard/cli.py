@@ -7,6 +7,7 @@ answered without torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -372,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
             return error.exit_code
-        if find_fault(error):
+        if find_fault(error) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             refused = ConfigError(f"a disk refuses: {error}; make room or mend it, and run this again")
             return _report(refused, exit_code=2, is_plain=True)
         return _report(error, exit_code=1, is_plain=False)

@@ -140,7 +140,7 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     """Start anew in a folder that holds another run."""
     resume_from_checkpoint: str | bool | None = None
     """Go on from a checkpoint: its folder, true for the newest complete one of output_dir, or `auto`: the same, and
-    start afresh where there is none."""
+    start afresh where there is none. `--resume` for short."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Rows of a step, over all ranks; gradient_accumulation_steps follows from it, whatever the number of ranks."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -284,6 +284,15 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
             raise ConfigError(
                 "per_device_train_batch_size: kto estimates its KL term from the other rows of a batch, so expected 2 "
                 "or more, found 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_restarts(self) -> RunConfig:
+        if self.max_restarts and self.trainer.get("save_only_model"):
+            raise ConfigError(
+                "max_restarts needs checkpoints that can be gone on from, and save_only_model keeps the adapter alone: "
+                "leave one of them out"
             )
         return self
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .output import warn
 from .rank import find_log
 from .stopping import STOPPED_EXIT_CODE
 
@@ -74,7 +74,7 @@ class Failure:
         if self.log is not None:
             with suppress(OSError), self.log.open("a", encoding="utf-8") as file:  # its disk may be full
                 file.write(f"lorashard: {self.message}{more}\n")
-        print(f"lorashard: {self.message}{more}", file=sys.stderr, flush=True)
+        warn(f"{self.message}{more}")
 
 
 def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> Failure:

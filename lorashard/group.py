@@ -27,20 +27,22 @@ import psutil
 from .devices import RUN_ID_PREFIX
 from .errors import RunStopped
 from .failures import Failure, explain_failures, explain_signal
+from .output import warn
 from .rank import find_log, find_pids
-from .stopping import STOP_SIGNAL, STOPPED_EXIT_CODE
+from .stopping import SPREAD_S, STOP_SIGNAL, STOPPED_EXIT_CODE
 from .terminal import LogMirror
 
 GRACE_S = 15
 _WATCH_INTERVAL_S = 0.1
+_SAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last from a terminal that is gone
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Signals:
     """What the signals to a launcher ask for: that the run saves and ends, or that all ranks end at once.
 
-    Where ranks can save, SIGTERM, SIGUSR1 and Ctrl-C ask for that; the same again (but SIGUSR1, which schedulers may
-    repeat) and Ctrl-C after any of them end the ranks at once. Where they cannot, all but SIGUSR1 do so.
+    Where ranks can save, SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask for that; the same again (but SIGUSR1, which
+    schedulers may repeat) and Ctrl-C after any of them end the ranks at once. Where they cannot, all but SIGUSR1 do so.
     """
 
     def __init__(self, can_save: bool = False) -> None:
@@ -80,7 +82,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         asked = signal.Signals(number)
         is_first = asked not in self._asked and not (asked == signal.SIGINT and self._asked)
-        asks_to_save = asked == STOP_SIGNAL or (asked in (signal.SIGTERM, signal.SIGINT) and is_first)
+        asks_to_save = asked == STOP_SIGNAL or (asked in _SAVE_SIGNALS and is_first)
         if self._can_save and asks_to_save:
             self._asked.append(asked)
         else:
@@ -170,6 +172,7 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
     ended: set[int] = set()
     is_said = False
     end_s = None
+    save_s = 0.0
     while not wait([elastic], timeout=_WATCH_INTERVAL_S).done:
         if signals.end_signal is not None:
             end_s = end_s or time.monotonic() + grace_s
@@ -178,17 +181,15 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
         elif signals.save_signal is not None:
             if not is_said:
                 is_said = True
+                save_s = time.monotonic() + SPREAD_S
                 _say_stop(signals.save_signal)
-            _send(STOP_SIGNAL, notes_dir, asked)
+            if time.monotonic() > save_s:
+                _send(STOP_SIGNAL, notes_dir, asked)
 
 
 def _say_stop(number: signal.Signals) -> None:
     again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
-    print(
-        f"lorashard: {number.name}: saving at the end of the step, and stopping then; {again} stops at once",
-        file=sys.stderr,
-        flush=True,
-    )
+    warn(f"{number.name}: saving at the end of the step, and stopping then; {again} stops at once")
 
 
 def _send(number: signal.Signals, notes_dir: Path, told: set[int]) -> None:

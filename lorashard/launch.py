@@ -61,6 +61,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
         with signals.before_ranks():
             choice = choose_ranks(config, find_gpus() if config.cpu is None else VisibleGpus(0))
             check_device(config, choice.device_type)
+            config.count_accumulation(choice.num_ranks)
             check_folder(config)
             stack.enter_context(lock_run(Path(config.output_dir)))
             check_output_dir(config)
@@ -289,7 +290,7 @@ def _check_model(config: RunConfig) -> None:
 
 def _describe_terminal() -> dict[str, str]:
     """Tell ranks, which write to a file, how wide the terminal is where rank 0's progress bar ends up."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return {}
     size = shutil.get_terminal_size()
     return {"COLUMNS": str(size.columns), "LINES": str(size.lines)}

@@ -168,15 +168,17 @@ def delete(checkpoint: Path) -> None:
 def set_aside(checkpoint: Path) -> Path:
     """Rename a checkpoint that its run goes on without, so that no later resume takes it; return its new place."""
     place = checkpoint.with_name(f"set-aside-{checkpoint.name}")
-    if place.exists():
-        shutil.rmtree(place)
+    number = 1
+    while place.exists():
+        number += 1
+        place = checkpoint.with_name(f"set-aside-{number}-{checkpoint.name}")
     os.rename(checkpoint, place)
     return place
 
 
 def clear_leftovers(run: Path) -> None:
     """Remove what a killed process was writing or deleting. No other process may be at work in the run's folder."""
-    for pattern in (".checkpoint-*.partial", ".checkpoint-*.deleted"):
+    for pattern in (".checkpoint-*.partial", ".checkpoint-*.deleted", ".adapter.partial"):
         for path in run.glob(pattern):
             shutil.rmtree(path)
 

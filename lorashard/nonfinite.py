@@ -69,7 +69,10 @@ class DrawnRows:
 
 
 class FiniteTrainer(Trainer):
-    """A mixin over one of TRL's trainers that notices losses and gradient norms that are not finite."""
+    """A mixin over one of TRL's trainers that keeps a step's losses and rows, and judges them.
+
+    `SurvivingTrainer` has them looked at in each step, when the gradient's norm is known.
+    """
 
     nonfinite: NonfiniteRule
 
@@ -143,8 +146,8 @@ class FiniteTrainer(Trainer):
         line = f"step {step}: {_explain(dist.gather_objects((losses, named)), norm)}"
         if not self.nonfinite.skips:
             raise TrainingError(
-                f"{line}. Mend these rows or leave them out, lower the learning rate, or go on without such steps: "
-                "--on_nonfinite skip --resume auto"
+                f"{line}. Go on without such steps (--on_nonfinite skip --resume auto), or start anew with these rows "
+                "mended or a lower learning rate"
             )
         self.nonfinite.tell(f"{line}. The step is left out (on_nonfinite: skip)")
         self._num_skipped += 1

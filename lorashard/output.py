@@ -17,6 +17,7 @@ from .disk import find_fault
 RESULT_FILE_VARIABLE = "LORASHARD_RESULT_FILE"
 # The descriptor of the launcher's own stderr, in a rank whose output goes to a log.
 TERMINAL_VARIABLE = "LORASHARD_TERMINAL_FD"
+_PATIENCE_S = 1.0
 _MOST_BYTES_AT_ONCE = 4096  # of a pipe that can be written to, so many never wait (PIPE_BUF)
 
 
@@ -76,6 +77,20 @@ def outlive_full_disks(is_result_elsewhere: bool) -> None:
 
 def _is_file(stream: Any) -> bool:
     return stream is not None and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+
+def warn(line: str) -> None:
+    """Show the person a line on stderr. A terminal that is gone, or that nobody reads, is no reason to fail or wait."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by something without one
+        descriptor = None
+    try:
+        if descriptor is None or select.select([], [descriptor], [], _PATIENCE_S)[1]:
+            print(f"lorashard: {line}", file=sys.stderr, flush=True)
+    except OSError:
+        if descriptor is not None:  # what is left in the buffer must not fail at the interpreter's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def say(rank: int, line: str) -> None:

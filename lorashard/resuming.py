@@ -22,6 +22,8 @@ from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest, read_step, verify
 from .wanted import check_afresh
 
+# What the saved states of the optimizer and the schedule go on with, whatever the options say.
+_SCHEDULE = ("learning_rate", "max_steps", "num_train_epochs", "warmup_steps", "weight_decay")
 _NO_MANIFEST = "has no manifest, so nothing tells whether it is whole, nor whether this run has the same data and steps"
 
 
@@ -41,7 +43,20 @@ class Facts:
     data_sha256: str
     order: str
     lora: dict[str, Any]
+    schedule: dict[str, Any]
     is_resumable: bool
+
+    @classmethod
+    def read(cls, manifest: Manifest) -> Facts:
+        """Return what a checkpoint says of the run that wrote it.
+
+        Raises:
+            CheckpointError: another version of lorashard wrote it.
+        """
+        try:
+            return cls(**manifest.facts)
+        except TypeError as error:
+            raise CheckpointError(f"checkpoint-{manifest.step} was written by another version of lorashard") from error
 
 
 def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared) -> Facts:
@@ -67,6 +82,7 @@ def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prep
         data_sha256=dist.broadcast_object(sha256),
         order=order,
         lora={name: value for name, value in config.lora_options().items() if name != "lora_dropout"},
+        schedule={name: getattr(arguments, name) for name in _SCHEDULE} | {"optim": str(arguments.optim)},
         is_resumable=not arguments.save_only_model,
     )
 
@@ -104,7 +120,9 @@ def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], 
 
     Ranks: collective over all ranks; all get the same.
     """
-    wanted = config.resume_from_checkpoint
+    # Where a node has a disk of its own, one whose run had not begun does not know that it is started again.
+    asked = dist.gather_objects(config.resume_from_checkpoint)
+    wanted = asked[0] if all(one == asked[0] for one in asked) else "auto"
     if not wanted:
         return None
     if isinstance(wanted, str) and wanted != "auto":
@@ -134,7 +152,7 @@ def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
     problem = None
     if is_writer:
         try:
-            if not verify(checkpoint).facts["is_resumable"]:
+            if not Facts.read(verify(checkpoint)).is_resumable:
                 problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can go on from it"
         except (CheckpointError, OSError) as error:
             problem = str(error)
@@ -155,16 +173,26 @@ def check_resume(
     if not (checkpoint / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(checkpoint)
-    saved = Facts(**manifest.facts)
+    saved = Facts.read(manifest)
     name = checkpoint.name
     if saved.method != facts.method:
         raise ConfigError(f"{name} was written by method {saved.method}, and this run is {facts.method}")
-    different = [key for key, value in facts.lora.items() if saved.lora.get(key) != value]
+    different = [key for key, value in facts.lora.items() if saved.lora.get(key, value) != value]
     if different:
         key = different[0]
         raise ConfigError(
             f"{name} was trained with {key} {saved.lora.get(key)}, and this run has {facts.lora[key]}: an adapter "
             "cannot be changed on the way; give what it was trained with"
+        )
+    changed = [
+        f"{key} {value} for {saved.schedule[key]}"
+        for key, value in facts.schedule.items()
+        if saved.schedule.get(key, value) != value
+    ]
+    if changed:
+        tell(
+            f"{', '.join(changed)}: the optimizer and the schedule go on from the states that {name} holds, so of these "
+            "the number of steps alone counts from here on, and the learning rate bends there"
         )
     if arguments.ignore_data_skip:
         return saved.world_size

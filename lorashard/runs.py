@@ -21,7 +21,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import sys
 import time
 from contextlib import suppress
@@ -80,9 +79,6 @@ class Run:
         # Of a run that goes on its last checkpoint holds the adapter; the one at the root is that of an ended run.
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
-        if resumed_step is None:
-            for checkpoint in self.folder.glob("checkpoint-*/"):  # a later resume must not find another run's
-                shutil.rmtree(checkpoint)
         self._files.replace(self.folder / "config.yaml", config_yaml)
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
         versions |= {"lorashard": __version__, "python": platform.python_version()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from types import FrameType
 
@@ -13,6 +14,10 @@ from .errors import RunStopped
 RESTARTS_VARIABLE = "LORASHARD_RESTARTS"
 
 STOP_SIGNAL = signal.SIGUSR1
+# A signal to all of a run's processes reaches them one by one: the launcher waits before it asks, a rank for that.
+SPREAD_S = 0.5
+_PATIENCE_S = 3.0
+_TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, try again
 
 
@@ -25,6 +30,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._signal_name: str | None = None
         self._pid = os.getpid()
+        self._is_lorashard = False
 
     @property
     def signal_name(self) -> str | None:
@@ -34,30 +40,30 @@ class StopRequest:
     def install(self, is_lorashard: bool = False) -> None:
         """Take signals as requests from here on, in the main thread.
 
-        SIGUSR1 always. SIGTERM and the first SIGINT too, unless lorashard's own launcher started this rank: there
-        SIGTERM says that another rank has died, so that no step and no save can be finished any more.
+        SIGUSR1 always. SIGTERM and the first SIGINT too where another launcher than lorashard's started this rank.
+        Under lorashard's, SIGTERM says that another rank has died, so that no step and no save can be finished any
+        more; or it was sent to each process of the run, and then the launcher, which has it too, asks in a moment.
 
         Args:
             is_lorashard: Whether lorashard's own launcher started this process.
         """
         self._pid = os.getpid()
-        for number in (STOP_SIGNAL,) if is_lorashard else (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT):
+        self._is_lorashard = is_lorashard
+        for number in (STOP_SIGNAL, signal.SIGTERM) if is_lorashard else (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
         # `rank.py` blocks it: one that came earlier arrives here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
 
-    def check(self, what_is_saved: str) -> None:
-        """End the run here if it was asked to stop.
-
-        Args:
-            what_is_saved: For the person, such as `no step was done, so there was nothing to save`.
+    def check(self) -> None:
+        """End the run here, before its training has begun, if it was asked to stop.
 
         Raises:
             RunStopped: It was.
         """
         if self._signal_name is not None:
             raise RunStopped(
-                f"stopped by {self._signal_name}: {what_is_saved}; run it again with --resume_from_checkpoint auto"
+                f"stopped by {self._signal_name}: the training had not begun, so there was nothing to save; go on with "
+                "--resume auto"
             )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -67,9 +73,20 @@ class StopRequest:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if number == signal.SIGTERM and self._is_lorashard:
+            if self._signal_name is not None:
+                os._exit(_TERMINATED_EXIT_CODE)
+            patience = threading.Timer(_PATIENCE_S, self._end_unless_asked)
+            patience.daemon = True
+            patience.start()
+            return
         if number == signal.SIGINT and self._signal_name is not None:
             raise KeyboardInterrupt
         self._signal_name = self._signal_name or signal.Signals(number).name
+
+    def _end_unless_asked(self) -> None:
+        if self._signal_name is None:
+            os._exit(_TERMINATED_EXIT_CODE)
 
 
 def find_restarts(environ: Mapping[str, str]) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 _MIRROR_INTERVAL_S = 0.1
+_LEAVE_S = 3.0
 _PIPE_BYTES = 65536
+_PIPE_BUF_BYTES = 4096  # of a pipe that can be written to, so many never wait
 
 
 class LogMirror(threading.Thread):
@@ -23,12 +27,14 @@ class LogMirror(threading.Thread):
         self._offset = log.stat().st_size if log.exists() else 0
         self._file: BinaryIO | None = None
         self._is_done = threading.Event()
+        self._until_s = float("inf")
 
     def __enter__(self) -> LogMirror:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._until_s = time.monotonic() + _LEAVE_S
         self._is_done.set()
         self.join()
 
@@ -50,9 +56,18 @@ class LogMirror(threading.Thread):
             self._file = self._log.open("rb")
             self._file.seek(self._offset)
         added = self._file.read()
-        if added:
-            self._stream.buffer.write(added)
-            self._stream.buffer.flush()
+        while added:
+            added = added[self._write(added) :]
+
+    def _write(self, data: bytes) -> int:
+        """Write what the stream takes without waiting: a pager may stop reading, and the launcher must hear signals."""
+        descriptor = self._stream.fileno()
+        while not select.select([], [descriptor], [], _MIRROR_INTERVAL_S)[1]:
+            if time.monotonic() > self._until_s:
+                raise TimeoutError("nobody reads the output")
+        if self._is_done.is_set():
+            self._until_s = time.monotonic() + _LEAVE_S
+        return os.write(descriptor, data[:_PIPE_BUF_BYTES])
 
 
 class Terminal:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, se
 from transformers.utils import is_liger_kernel_available
 
 from . import api, dist
+from .agreement import together
 from .callbacks import add_callbacks
 from .checkpoint import check_adapter, save_adapter
 from .checkpoint_files import check_checkpoint
@@ -24,12 +25,11 @@ from .config import RunConfig
 from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
-from .errors import ConfigError, RunStopped
+from .errors import ConfigError, RunStopped, TrainingError
 from .forecast import describe_base, describe_training
 from .heartbeat import Heartbeat
 from .loraplus import make_loraplus_optimizer
 from .manifest import clear_leftovers, delete, list_checkpoints, read_step, set_aside
-from .merging.staging import together
 from .nodes import check_nodes
 from .nonfinite import NonfiniteRule
 from .plan.auto import plan_here
@@ -95,7 +95,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
     )
     prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
     tell(f"dataset: {prepared.report.summary()}")
-    stop.check("the training had not begun")
+    stop.check()
     enter("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
@@ -103,8 +103,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
     if config.reward_model_name_or_path is not None:
         check_reward_model(config.reward_model_name_or_path, config.trust_remote_code)
     checkpoint = choose_checkpoint(config, arguments.local_process_index == 0, tell)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint)
+    together(lambda: check_checkpoint(checkpoint) if checkpoint else None)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
     facts = describe_run(config, arguments, prepared)
     survival = Survival(
@@ -117,7 +116,9 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
             note=run.add_rank_line,
         ),
         rows_per_step=config.global_batch_size,
-        saved_world_size=check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None,
+        saved_world_size=together(
+            lambda: check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None
+        ),
         tell=tell,
     )
     placement, plan = _place(config, prepared, run, tell)
@@ -127,7 +128,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
         base = api.base_of(model)
         assert base is not None
         base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
-    stop.check("the training had not begun")
+    stop.check()
     trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
     add_callbacks(
         trainer,
@@ -142,13 +143,18 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
     )
     writes = rank == 0 or (not is_shared and arguments.local_process_index == 0)
     is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()
-    if writes:
-        clear_leftovers(run.folder)
-        _set_aside(run.folder, checkpoint if is_in_place else None, config.overwrite_output_dir, tell)
-    run.begin(config.to_yaml(), resumed_step=read_progress(checkpoint) if checkpoint and is_in_place else None)
+    resumed_step = read_progress(checkpoint) if checkpoint and is_in_place else None
+
+    def begin() -> None:
+        if writes:
+            clear_leftovers(run.folder)
+            _set_aside(run.folder, resumed_step, config.overwrite_output_dir, tell)
+        run.begin(config.to_yaml(), resumed_step)
+
+    together(begin)
     if checkpoint is not None:
         tell(f"going on from {checkpoint}, step {read_progress(checkpoint)}")
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    _train(trainer, checkpoint)
     enter("save", trainer.state.global_step)
     together(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
     verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
@@ -186,15 +192,27 @@ def _load(config: RunConfig, placement: dict[str, Any], tell: Callable[[str], No
     return model, base_bytes
 
 
-def _set_aside(folder: Path, checkpoint: Path | None, deletes: bool, tell: Callable[[str], None]) -> None:
+def _set_aside(folder: Path, resumed_step: int | None, deletes: bool, tell: Callable[[str], None]) -> None:
     """Rename the checkpoints that this run goes on without: damaged ones, and those of steps that it does again."""
     for found in list_checkpoints(folder):
-        if checkpoint is not None and read_step(found) <= read_progress(checkpoint):
+        if resumed_step is not None and read_step(found) <= resumed_step:
             continue
         if deletes:
             delete(found)
         else:
             tell(f"{found.name} is not gone on from: it is now {set_aside(found).name}")
+
+
+def _train(trainer: Trainer, checkpoint: Path | None) -> None:
+    """Train; where the run stops early on all ranks alike, let trackers and ranks go as at a run's end."""
+    ended: RunStopped | TrainingError | None = None
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except (RunStopped, TrainingError) as error:
+        ended = error.with_traceback(None)  # its frames hold the model
+    if ended is not None:
+        _end_group(trainer)
+        raise ended
 
 
 def _end_group(trainer: Trainer) -> None:

@@ -29,6 +29,7 @@ from .stopping import StopRequest
 
 _STATE_NAME = "trainer_state.json"  # what transformers calls it
 _ARGUMENTS_NAME = "training_args.bin"
+_Best = tuple[float | None, int | None, str | None]  # metric, step and checkpoint
 _ENTROPY_NAME = "entropy_ctrl_state.json"  # what TRL calls it
 
 
@@ -63,6 +64,7 @@ class SurvivingTrainer(FiniteTrainer):
         self._stop_signal = 0
         self._saved_step = -1
         self._sampler: _EpochSampler | None = None
+        self._best: _Best | None = None  # the one that is on the disk
         super().__init__(*args, nonfinite=survival.nonfinite, **kwargs)
         # Rotation is ours: the trainer's deletes in place, and at the end of the training even the newest.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -76,6 +78,13 @@ class SurvivingTrainer(FiniteTrainer):
             return
         if self._sampler is not None:
             self._sampler.epoch = kwargs["epoch"]
+        if self._best is None:
+            best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
+            if (
+                self.state.best_model_checkpoint is None and best.is_dir()
+            ):  # its folder was moved, or is called otherwise
+                self.state.best_model_checkpoint = str(best)
+            self._best = self._read_best()
         super()._run_epoch(*args, **kwargs)
         self._stop_if_asked()
 
@@ -135,7 +144,6 @@ class SurvivingTrainer(FiniteTrainer):
         """Write a checkpoint that is complete or not there at all; go on without it where the disk does not take it."""
         checkpoint = self._name_checkpoint()
         self.store_flos()
-        best_so_far = self.state.best_model_checkpoint
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(checkpoint)
         problem = _find_problem(lambda: self._write_parts(place_partial(checkpoint)), checkpoint.parent)
@@ -147,14 +155,20 @@ class SurvivingTrainer(FiniteTrainer):
             if remaining is not None:
                 self.survival.tell(f"older checkpoints than {checkpoint.name} were not deleted: {remaining}")
         else:
-            self.state.best_model_checkpoint = best_so_far
+            # An evaluation whose adapter is not kept is not the one that later ones must be better than.
+            assert self._best is not None
+            self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint = self._best
             if self.args.should_save:
                 shutil.rmtree(place_partial(checkpoint), ignore_errors=True)
             self.survival.tell(f"{checkpoint.name} was not written: {problem}. The next save is tried as usual")
             return
         self._saved_step = self.state.global_step
+        self._best = self._read_best()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
+
+    def _read_best(self) -> _Best:
+        return self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint
 
     def _write_parts(self, folder: Path) -> None:
         """Write what this rank has to write of a checkpoint.
@@ -165,7 +179,7 @@ class SurvivingTrainer(FiniteTrainer):
         if self.args.should_save:
             self.save_model(str(folder), _internal_call=True)
             (folder / _ARGUMENTS_NAME).unlink(missing_ok=True)  # a pickle of the options, which nothing reads
-        if not self.args.save_only_model:
+        if self._is_resumable:
             self._save_optimizer_and_scheduler(str(folder))
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))
@@ -177,9 +191,14 @@ class SurvivingTrainer(FiniteTrainer):
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / _ENTROPY_NAME).write_text(json.dumps(entropy))
 
+    @property
+    def _is_resumable(self) -> bool:
+        """Whether a checkpoint is to hold more than the adapter: one that a stop asks for is to be gone on from."""
+        return not self.args.save_only_model or bool(self._stop_signal)
+
     def _complete(self, checkpoint: Path) -> None:
         if self.args.should_save:
-            publish(checkpoint, self.survival.facts)
+            publish(checkpoint, self.survival.facts | {"is_resumable": self._is_resumable})
 
     def _rotate(self, checkpoint: Path, best: str | None) -> None:
         if self.args.should_save:
@@ -227,7 +246,7 @@ def _find_problem(write: Callable[[], None], folder: Path) -> str | None:
     try:
         write()
     except Exception as error:
-        if find_fault(error) is None:
+        if find_fault(error) is None and not isinstance(error, OSError):
             raise
         problem = describe_fault(error, folder)
     problems = dist.gather_objects(problem)

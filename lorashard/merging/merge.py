@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import dist
+from ..agreement import together
 from ..engine import Engine, Placeholder
 from ..errors import ConfigError
 from ..model.adapters import base_test, inject
@@ -31,7 +32,7 @@ from ..model.weights import PIECE_BYTES, BaseWeights
 from .base_values import BaseTensors, EngineValues, FileValues, MergeUnit, Read, Values, describe, own_unit
 from .companions import write_companions
 from .spelling import ModelSpelling, OriginalSpelling, Spelling
-from .staging import check_target, publish, together
+from .staging import check_target, publish
 from .targets import find_targets, find_tuner, merge_target, named_base_tensors, to_base_name
 from .writing import TensorWriter, plan_files
 

@@ -7,49 +7,16 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from .. import dist
-from ..disk import describe_fault, find_fault, show_bytes
-from ..errors import CheckpointError, ConfigError, UserError
-
-T = TypeVar("T")
-
-
-def together(action: Callable[[], T], on_rank: int | None = None) -> T | None:
-    """Run `action` on every rank, or on one alone; when it raises anywhere, raise everywhere.
-
-    Raises:
-        OSError: the disk of another rank has refused something.
-        CheckpointError: `action` has failed on another rank in another way.
-
-    Ranks: collective over all ranks.
-    """
-    result, failure = None, None
-    if on_rank in (None, dist.get_rank()):
-        try:
-            result = action()
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            failure = error
-    told = None
-    if failure is not None:
-        is_plain = isinstance(failure, UserError)
-        told = (is_plain, str(failure), None if is_plain else find_fault(failure))
-    found = dist.gather_objects(told)
-    if failure is not None:
-        raise failure
-    for rank, error_of_rank in enumerate(found):
-        if error_of_rank is not None:
-            is_plain, text, fault = error_of_rank
-            if fault is not None:  # every rank says the same, whichever is heard first
-                raise OSError(fault, os.strerror(fault))
-            raise CheckpointError(text if is_plain else f"rank {rank} failed: {text}")
-    return result
+from ..agreement import together
+from ..disk import describe_fault, show_bytes
+from ..errors import CheckpointError, ConfigError
 
 
 def check_target(out: Path) -> None:

@@ -32,10 +32,11 @@ from transformers.core_model_loading import Chunk, Concatenate, Transpose, Weigh
 from transformers.utils import logging as transformers_logging
 
 import lorashard
+from lorashard.agreement import together
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.merging import merge, writing
 from lorashard.merging.merge import merge_checkpoint, merge_live
-from lorashard.merging.staging import check_target, remove_partial, together
+from lorashard.merging.staging import check_target, remove_partial
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 
 import lorashard
 
-DEADLINE_S = 100
+DEADLINE_S = 180
 
 
 class Launch:
@@ -93,3 +94,12 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
+
+
+def wait_for_steps(run: Path, process: subprocess.Popen[str], num_steps: int = 1) -> None:
+    """Wait until a run in the folder `run` has logged that many steps."""
+    metrics = run / "metrics.jsonl"
+    wait_until(
+        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count('"loss"') >= num_steps)
+    )
+    assert process.poll() is None, process.communicate()

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,8 @@ def watch(module):
         rows = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], masks)]
         with open(os.environ["TEST_ROWS"] + f"_{self.args.process_index}.jsonl", "a") as file:
             file.write(json.dumps({"step": self.state.global_step + 1, "rows": rows}) + chr(10))
+        while self.state.global_step >= int(os.environ["TEST_LAST_STEP"]):
+            time.sleep(0.1)
         if [self.state.global_step + 1, self.args.process_index] == json.loads(os.environ.get("TEST_STOP", "[]")):
             os.kill(os.getpid(), signal.SIGUSR1)
         return train(self, model, inputs, *args, **kwargs)
@@ -62,12 +65,20 @@ if "TEST_ROWS" in os.environ:
 """
 
 
-def start(task: Path, out: str, slow_s: float = 0, stop: tuple[int, int] | None = None, **options) -> subprocess.Popen:
+def start(
+    task: Path,
+    out: str,
+    slow_s: float = 0,
+    stop: tuple[int, int] | None = None,
+    last_step: int = sys.maxsize,
+    **options,
+) -> subprocess.Popen:
     """Start a run in two ranks, unless told otherwise, with dropout and a checkpoint every other step.
 
     Args:
         slow_s: how much longer each change of the disk takes.
         stop: the step at which a rank is asked to stop, and the rank.
+        last_step: after which the ranks wait to be killed, however slow the machine is.
     """
     site = task / "site"
     site.mkdir(exist_ok=True)
@@ -78,6 +89,7 @@ def start(task: Path, out: str, slow_s: float = 0, stop: tuple[int, int] | None 
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "TEST_ROWS": str(task / f"{out}_rows"),
         "TEST_SLOW_S": str(slow_s),
+        "TEST_LAST_STEP": str(last_step),
         "TEST_STOP": json.dumps(stop or []),
     }
     defaults = {
@@ -156,10 +168,10 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str,
     for pid in victims:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait(60)
+    process.wait(180)
     for pid in ranks.values():
         with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).wait(30)
+            psutil.Process(pid).wait(180)
     return True
 
 
@@ -188,7 +200,7 @@ def kill_all(process: subprocess.Popen) -> None:
 def survive(task: Path, out: str, moments: list[tuple[Callable[[], bool], str]], **options) -> Path:
     """Start a run again and again with the same words, killed at each of `moments`, and at last to its end."""
     for is_time, whom in moments:
-        process = start(task, out, **options)
+        process = start(task, out, last_step=getattr(is_time, "last_step", sys.maxsize), **options)
         try:
             is_killed = kill_when(process, is_time, whom)
         finally:
@@ -204,17 +216,20 @@ def count_steps(folder: Path) -> int:
         return 0
 
 
-def after_steps(folder: Path, num_steps: int, random_: random.Random) -> Callable[[], bool]:
-    """Return the moment at most a fifth of a second after a step was logged."""
-    wait_s = random_.random() / 5
-    seen_s: list[float] = []
+class AfterSteps:
+    """The moment at most a fifth of a second after a step was logged; `last_step` is the last that may be begun."""
 
-    def is_time() -> bool:
-        if not seen_s and count_steps(folder) >= num_steps:
-            seen_s.append(time.monotonic())
-        return bool(seen_s) and time.monotonic() >= seen_s[0] + wait_s
+    def __init__(self, folder: Path, num_steps: int, random_: random.Random) -> None:
+        self.last_step = num_steps + 1
+        self._folder = folder
+        self._num_steps = num_steps
+        self._wait_s = random_.random() / 5
+        self._seen_s: float | None = None
 
-    return is_time
+    def __call__(self) -> bool:
+        if self._seen_s is None and count_steps(self._folder) >= self._num_steps:
+            self._seen_s = time.monotonic()
+        return self._seen_s is not None and time.monotonic() >= self._seen_s + self._wait_s
 
 
 def sees(folder: Path, pattern: str) -> Callable[[], bool]:

@@ -21,7 +21,35 @@ from tiny import add_lora, build_base
 from lorashard.manifest import verify
 
 _SIZE = "16m"
-_WAIT_S = 100
+_WAIT_S = 180
+# Run by Python at the start of every process: before a step that HOLDS names, ranks wait until `go_STEP` is there.
+_SITE = """
+import importlib.machinery, json, os, sys, time
+
+HOLDS = json.loads(os.environ["HOLDS"])
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "lorashard.trainer":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            train = module.SurvivingTrainer.training_step
+            def training_step(self, *args, **kwargs):
+                step = self.state.global_step + 1
+                while step in HOLDS and not os.path.exists(os.path.join(os.path.dirname(__file__), f"go_{step}")):
+                    time.sleep(0.02)
+                return train(self, *args, **kwargs)
+            module.SurvivingTrainer.training_step = training_step
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -53,10 +81,15 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 class Started:
-    """`lorashard finetune` in the background, and what it says."""
+    """`lorashard finetune` in the background, and what it says; before each of the steps `holds` it waits for `go`."""
 
-    def __init__(self, options: list[str], hf_home: Path) -> None:
-        environment = os.environ | {"HF_HOME": str(hf_home)}
+    def __init__(self, options: list[str], hf_home: Path, site: Path, holds: list[int]) -> None:
+        self._site = site
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(_SITE)
+        paths = filter(None, [str(site), os.environ.get("PYTHONPATH")])
+        ours = {"HF_HOME": str(hf_home), "PYTHONPATH": os.pathsep.join(paths), "HOLDS": json.dumps(holds)}
+        environment = os.environ | ours
         command = [*LORASHARD, "finetune", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
@@ -69,6 +102,9 @@ class Started:
         with getattr(self.process, name) as stream:
             for line in stream:
                 self.said[name] += line
+
+    def go(self, step: int) -> None:
+        (self._site / f"go_{step}").touch()
 
     def wait_for(self, is_true: Callable[[], bool]) -> None:
         begin_s = time.monotonic()
@@ -93,18 +129,19 @@ def steps_in(path: Path) -> list[int]:
     return [line["step"] for line in read_lines(path) if "loss" in line or "gathers" in line]
 
 
-@pytest.mark.timeout(240)
-def test_a_run_outlives_a_full_disk(task, disk):
+def test_a_run_outlives_a_full_disk(task, disk, tmp_path):
     """A run of days that ends, at 3 a.m., because a line of metrics did not fit; or a last checkpoint cut in half."""
     out = disk / "run"
     options = dict(cpu=2, max_steps=60, save_strategy="steps", save_steps=10, report_to="tensorboard")
-    with Started(make_options(task, str(out), **options), task / "hf") as training:
+    with Started(make_options(task, str(out), **options), task / "hf", tmp_path / "site", [11, 41]) as training:
         training.wait_for(lambda: (out / "checkpoint-10").exists())
         with filled(disk):
+            training.go(11)
             training.wait_for(lambda: "checkpoint-40 was not written" in training.said["stderr"])
             assert len(steps_in(out / "metrics.jsonl")) < 40
             assert json.loads((out / "status.json").read_text())["step"] < 40
             verify(out / "checkpoint-10")
+        training.go(41)
     said = training.said["stdout"] + training.said["stderr"]
     assert training.process.returncode == 0, said
     assert said.count("cannot be written (No space left on device, 0.0 MiB free") == 1
@@ -123,14 +160,14 @@ def test_a_run_outlives_a_full_disk(task, disk):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_trained_adapter_that_does_not_fit_is_not_lost(task, disk):
+def test_a_trained_adapter_that_does_not_fit_is_not_lost(task, disk, tmp_path):
     """A truncated adapter that loads; an error that does not say that nothing is lost, and how to go on."""
     out = disk / "run"
     options = make_options(task, str(out), cpu=2, max_steps=30, save_strategy="steps", save_steps=10)
-    with Started(options, task / "hf") as training:
+    with Started(options, task / "hf", tmp_path / "site", [11]) as training:
         training.wait_for(lambda: (out / "checkpoint-10").exists())
         with filled(disk):
+            training.go(11)
             training.process.wait(timeout=_WAIT_S)
     assert training.process.returncode == 2, training.said
     [error] = [line for line in training.said["stderr"].splitlines() if line.startswith("lorashard: error: ")]
@@ -138,7 +175,7 @@ def test_a_trained_adapter_that_does_not_fit_is_not_lost(task, disk):
     assert "--resume_from_checkpoint auto, which goes on from checkpoint-10" in error
     assert not (out / "adapter_config.json").exists() and not list(out.glob(".*partial"))
     verify(out / "checkpoint-10")
-    resumed = run([*LORASHARD, "finetune", *options, "--resume_from_checkpoint", "auto"], task)
+    resumed = run([*LORASHARD, "finetune", *options, "--resume_from_checkpoint", "auto"], task, _WAIT_S)
     assert resumed.returncode == 0, resumed.stderr
     assert steps_in(out / "metrics.jsonl") == list(range(1, 31))
     assert all(tensor.any() for tensor in load_file(out / "adapter_model.safetensors").values())
@@ -159,7 +196,8 @@ merge.merge_checkpoint(*map(Path, sys.argv[1:4]))
 """
 
 
-@pytest.mark.parametrize("when", ["before", pytest.param("in the middle", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "in the middle"])
 def test_a_merge_that_does_not_fit_leaves_nothing_and_says_what_it_takes(tmp_path, disk, when):
     """An hour of work for a model that cannot fit; half a model that loads; room that is still taken afterwards."""
     base = build_base(hidden_size=128)

@@ -32,6 +32,9 @@ LORASHARD = [str(Path(sys.executable).with_name("lorashard")), "finetune"]
 NUM_ROWS = 26
 
 
+pytestmark = pytest.mark.timeout(600)
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
     """A folder with the model, and rows that are all well."""
@@ -361,13 +364,12 @@ def test_a_loss_scaler_may_try_scales(task, poisoned):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     """A person who is shown a traceback of two ranks, or none, or must begin anew, has lost the run."""
     options = {"model": task / "model", "dataset": poisoned, "output_dir": task / "cli", "cpu": 2, "max_steps": 9}
     words = make_words(**options | {"save_strategy": "steps", "save_steps": 2, "shuffle_dataset": "true"})
     environment = os.environ | {"HF_HOME": str(task / "hf")}
-    stopped = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=190)
+    stopped = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=180)
     assert stopped.returncode == 1 and "Traceback" not in stopped.stdout + stopped.stderr
     lines = [line for line in stopped.stderr.splitlines() if "not finite" in line]
     assert len(lines) == 1 and re.match(
@@ -377,7 +379,7 @@ def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     status = json.loads((task / "cli" / "status.json").read_text())
     assert status["phase"] == "failed" and "the loss is not finite" in status["error"]
     words += ["--on_nonfinite", "skip", "--resume", "auto"]
-    result = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=190)
+    result = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
     metrics = [json.loads(line) for line in (task / "cli" / "metrics.jsonl").read_text().splitlines()]
     step = int(re.search(r"step (\d+)", lines[0])[1])

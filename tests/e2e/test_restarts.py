@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from finetune_support import LORASHARD, make_options
-from launch_support import Launch, slow
-from test_stop import wait_for_steps
+from launch_support import DEADLINE_S, Launch, wait_for_steps
 
 from lorashard.config import RunConfig
 from lorashard.group import Signals
@@ -20,6 +19,8 @@ from lorashard.launch import go_on, prepare_logs_dir, run_with_restarts
 from lorashard.lock import lock_run
 from lorashard.manifest import place_partial, publish
 from lorashard.runs import Run, record_start
+
+pytestmark = pytest.mark.timeout(600)
 
 # Each attempt writes which it is into its log, and lives until it is killed, or ends as the word says.
 RANK = r"""
@@ -127,7 +128,8 @@ def test_a_hang_is_started_again(start: Callable[[str], Launch]):
     assert stderr == "lorashard: error: rank 0 gives no sign of life: starting the ranks again (1 of 2)\n"
 
 
-@pytest.mark.parametrize(("word", "code"), [("mistake", 2), slow("numbers", 1), slow("stopped", 75)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("word", "code"), [("mistake", 2), ("numbers", 1), ("stopped", 75)])
 def test_what_would_only_be_repeated_is_not_started_again(start: Callable[[str], Launch], word: str, code: int):
     """A user's mistake, or numbers that no training comes back from, that cost a GPU night."""
     launch = start(word)
@@ -184,9 +186,9 @@ def make_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_by_itself_after_a_kill(task: Path):  # noqa: F811
+def test_a_run_goes_on_by_itself_after_a_kill(task: Path):
     """A restart that begins anew, refuses its own folder or its own lock, or overwrites what it was to go on with."""
-    steps = 120
+    steps = 300
     options = make_options(task, "run", max_steps=steps, save_strategy="steps", save_steps=20, save_total_limit=2)
     words = [*LORASHARD, "finetune", *options, "--cpu", "2", "--max_restarts", "1", "--overwrite_output_dir"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -196,7 +198,7 @@ def test_a_run_goes_on_by_itself_after_a_kill(task: Path):  # noqa: F811
         try:
             wait_for_steps(task / "run", process, 30)
             os.kill(json.loads((task / "run" / "status.json").read_text())["pid"], signal.SIGKILL)
-            stdout, stderr = process.communicate(timeout=100)
+            stdout, stderr = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()  # its ranks die with it
 

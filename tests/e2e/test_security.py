@@ -14,6 +14,8 @@ import torch
 from finetune_support import LORASHARD, make_options
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.timeout(600)
+
 SECRETS = {
     name: f"{prefix}RecognisableSecret{number:02}"
     for number, (name, prefix) in enumerate(
@@ -45,13 +47,13 @@ class Malicious:
         return Path.touch, (self.mark,)
 
 
-def run(task, *words, **environment) -> subprocess.CompletedProcess:  # noqa: F811
+def run(task, *words, **environment) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
-    return subprocess.run([*LORASHARD, *map(str, words)], env=env, capture_output=True, text=True, timeout=170)
+    return subprocess.run([*LORASHARD, *map(str, words)], env=env, capture_output=True, text=True, timeout=180)
 
 
-def refuse(task, *words) -> str:  # noqa: F811
+def refuse(task, *words) -> str:
     """Run a command that must refuse something in one line; return the line."""
     result = run(task, *words)
     assert result.returncode == 2, result.stdout + result.stderr
@@ -69,7 +71,7 @@ def find_secrets(result: subprocess.CompletedProcess, *folders: Path) -> list[st
 
 
 @pytest.fixture(scope="module")
-def trained(task):  # noqa: F811
+def trained(task):
     """A run with secrets in its environment: what it printed, its folder and its checkpoints."""
     options = dict(cpu=1, max_steps=2, report_to="tensorboard", save_strategy="steps", save_steps=1, profile_steps="2")
     result = run(task, "finetune", *make_options(task, "trained", **options), **SECRETS)
@@ -77,14 +79,14 @@ def trained(task):  # noqa: F811
     return result
 
 
-def test_no_secret_of_the_environment_is_written_or_shown(task, trained):  # noqa: F811
+def test_no_secret_of_the_environment_is_written_or_shown(task, trained):
     """A token in config.yaml, in TensorBoard's text, in a profile or a checkpoint is public with the run's folder."""
     assert list((task / "trained").rglob("events.out.tfevents*")) and (task / "trained" / "profile").is_dir()
     assert not find_secrets(trained, task / "trained", task / "hf")
 
 
 @pytest.mark.slow
-def test_no_secret_is_shown_where_something_fails(task):  # noqa: F811
+def test_no_secret_is_shown_where_something_fails(task):
     """Reports for a bug tracker and tracebacks are where tokens get out."""
     assert not find_secrets(run(task, "env", **SECRETS))
     assert not find_secrets(run(task, "env", "--json", **SECRETS))
@@ -112,7 +114,8 @@ def test_no_secret_is_shown_where_something_fails(task):  # noqa: F811
     assert not find_secrets(result, task / "crashed")
 
 
-def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):  # noqa: F811
+@pytest.mark.slow
+def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):
     """A traceback of each rank, in place of a line that names the file."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 5)
@@ -122,7 +125,7 @@ def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):  # noqa: 
 
 
 @pytest.mark.slow
-def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):  # noqa: F811
+def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
     """Its pickle runs when the run is resumed; or the person reads torch's advice on how to let it."""
     mark = tmp_path / "mark"
     checkpoint = Path(shutil.copytree(task / "trained" / "checkpoint-1", tmp_path / "checkpoint-1"))
@@ -139,7 +142,7 @@ def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):  # noqa: 
 
 
 @pytest.mark.slow
-def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained, tmp_path):  # noqa: F811
+def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained, tmp_path):
     """As above, by every command that takes an adapter."""
     mark = tmp_path / "mark"
     adapter = Path(shutil.copytree(task / "trained" / "checkpoint-2", tmp_path / "adapter"))
@@ -163,7 +166,7 @@ def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained
 
 
 @pytest.mark.slow
-def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_path):  # noqa: F811
+def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_path):
     """The same names, sizes and times, other numbers: the resumed run would train another model's adapter on."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     weights = model / "model.safetensors"
@@ -180,7 +183,7 @@ def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_pat
 
 
 @pytest.mark.slow
-def test_code_of_a_model_is_named_and_not_run(task, tmp_path):  # noqa: F811
+def test_code_of_a_model_is_named_and_not_run(task, tmp_path):
     """A model that comes with code runs it on every rank, unasked."""
     mark = tmp_path / "mark"
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
@@ -194,7 +197,7 @@ def test_code_of_a_model_is_named_and_not_run(task, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_link_out_of_a_base_reaches_no_merged_model(task, trained, tmp_path):  # noqa: F811
+def test_a_link_out_of_a_base_reaches_no_merged_model(task, trained, tmp_path):
     """The private file that the link leads to would be published with the model."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     (tmp_path / "id_rsa").write_text("private")

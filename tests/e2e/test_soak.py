@@ -34,10 +34,12 @@ from lorashard.train import _end_group
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard")), "finetune"]
 NUM_RUNS = 12
-NUM_STEPS = 2000
-# Over the second half of the long run. Measured: 0.1 to 2.2 MiB, less and less (the log's history, and a heap that
-# settles); one tensor of hidden states, [2 rows, 8 words, 32] and its gradient, kept in each step would be 4 MiB.
-MAX_GROWTH_BYTES = 4 * 2**20
+NUM_STEPS = 1500
+NUM_SAVE_STEPS = 150
+# Over the second half of the long run, from the median of its first tenth to that of its last. Measured beside
+# other work: 0.0 (launcher), 0.3 and 1.0 MiB (ranks 1 and 0: the log's history, and a heap that settles). One
+# tensor of hidden states, [2 rows, 8 words, 32], and its gradient, kept in each of these 675 steps, would be 2.6 MiB.
+MAX_GROWTH_BYTES = 9 * 2**18
 
 pytestmark = pytest.mark.slow
 
@@ -128,20 +130,21 @@ def train_once(task: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_many_runs_in_a_process_leave_nothing(task, num_ranks):
     """A notebook trains again and again: a model kept alive by a hook, a group, a map or a pinned copy adds up."""
     write_model(task / "large", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
     base_bytes = (task / "large/model.safetensors").stat().st_size
-    for found in run_ranks(run_many, num_ranks, task, NUM_RUNS, timeout_s=380):
-        rss_bytes, *counts = zip(*found[NUM_RUNS // 2 - 1 :], strict=True)
-        assert all(len(set(values)) == 1 for values in counts), found
+    for found in run_ranks(run_many, num_ranks, task, NUM_RUNS, timeout_s=580):
+        rss_bytes = [values[0] for values in found[NUM_RUNS // 2 - 1 :]]
+        # Six runs apart the trainer and the placement are the same again; one that stays after each third run is two.
+        assert all(after <= before + 1 for before, after in zip(found[-7][1:], found[-1][1:], strict=True)), found
         assert found[-1][-3:] == (0, 0, 0), "children, maps of the model's file and engines that are left"
         growth_bytes = (statistics.median(rss_bytes[-3:]) - statistics.median(rss_bytes[:3])) / (len(rss_bytes) - 3)
         assert growth_bytes < base_bytes / 10, found
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_runs_of_the_command_leave_nothing_behind(task):
     """A machine on which hundreds of runs were made: processes, temporary files, locks and shared memory add up."""
     for _ in range(3):
@@ -158,7 +161,7 @@ def test_runs_of_the_command_leave_nothing_behind(task):
             pass
 
 
-@pytest.mark.timeout(590)
+@pytest.mark.timeout(900)
 def test_a_long_run_stays_as_it_is(task):
     """Thousands of steps with checkpoints, rotation, evaluations and metrics."""
     watch = Watch(
@@ -168,11 +171,11 @@ def test_a_long_run_stays_as_it_is(task):
         max_steps=NUM_STEPS,
         logging_steps=20,
         save_strategy="steps",
-        save_steps=200,
+        save_steps=NUM_SAVE_STEPS,
         save_total_limit=2,
         eval_dataset=task / "eval.jsonl",
         eval_strategy="steps",
-        eval_steps=200,
+        eval_steps=NUM_SAVE_STEPS,
     )
     for name, samples in watch.samples.items():
         steady = [sample for sample in samples if sample[0] >= NUM_STEPS // 2]
@@ -181,9 +184,9 @@ def test_a_long_run_stays_as_it_is(task):
         tenth = max(3, len(steps) // 10)
         growth_bytes = statistics.median(rss_bytes[-tenth:]) - statistics.median(rss_bytes[:tenth])
         assert growth_bytes < MAX_GROWTH_BYTES, f"{name}: {growth_bytes} bytes in {steps[-1] - steps[0]} steps"
-        # A file that is being written is one more, for a moment.
-        assert max(descriptors[-tenth:]) <= statistics.mode(descriptors[:tenth]) + 3, f"{name}: {descriptors}"
-        assert statistics.mode(descriptors[-tenth:]) == statistics.mode(descriptors[:tenth]), f"{name}: {descriptors}"
-        assert set(threads) == {threads[0]}, f"{name}: {threads}"
-    checkpoints = sorted(path.name for path in (task / "long").glob("checkpoint-*"))
-    assert checkpoints == [f"checkpoint-{NUM_STEPS - 200}", f"checkpoint-{NUM_STEPS}"]
+        # A file that is being written is one more, and so is a thread that writes it, for a moment.
+        # One that stays after each checkpoint would be four more from the first tenth to the last.
+        for values in (descriptors, threads):
+            assert statistics.median(values[-tenth:]) <= statistics.median(values[:tenth]) + 1, f"{name}: {values}"
+    checkpoints = {path.name for path in (task / "long").glob("checkpoint-*")}
+    assert checkpoints == {f"checkpoint-{NUM_STEPS - NUM_SAVE_STEPS}", f"checkpoint-{NUM_STEPS}"}

@@ -14,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 from finetune_support import LORASHARD, TORCHRUN, make_options
-from launch_support import Launch, slow, wait_until
+from launch_support import DEADLINE_S, Launch, slow, wait_for_steps, wait_until
 
 from lorashard.group import Signals, run_ranks
 from lorashard.manifest import list_checkpoints, verify
+
+pytestmark = pytest.mark.timeout(600)
 
 # Saves, and says so, when it is asked to stop: "asked" before it is there, "early" before it can take it.
 RANK = r"""
@@ -44,7 +46,7 @@ Path(folder, f"saved_{rank}").touch()
 while not Path(folder, "saved_0").exists() or not Path(folder, "saved_1").exists():
     time.sleep(0.02)
 try:
-    stop.check("the training had not begun")
+    stop.check()
 except RunStopped as error:
     record_failure(error, exit_code=75, is_plain=True)
     sys.exit(75)
@@ -102,12 +104,13 @@ def test_a_request_is_passed_on_and_waited_for(start: Callable[[str], Launch], n
     assert second.startswith(f"lorashard: stopped by {number.name}: the training had not begun")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
         ([signal.SIGINT, signal.SIGINT], 130),
-        slow([signal.SIGTERM, signal.SIGTERM], 143),
-        slow([signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+        ([signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 130),
     ],
 )
 def test_a_second_request_stops_at_once(start: Callable[[str], Launch], numbers: list[signal.Signals], code: int):
@@ -117,24 +120,25 @@ def test_a_second_request_stops_at_once(start: Callable[[str], Launch], numbers:
     for number in numbers:
         assert launch.process.is_alive()
         launch.send(number)
-        time.sleep(0.5)
+        wait_until(lambda: launch.read("stderr"))
+        time.sleep(1)  # two that are the same and come at once are one
     found_code, _, stderr = launch.finish()
 
     assert found_code == code and find_saved(launch) == []
     assert stderr.splitlines()[1:] == [f"lorashard: stopped by {numbers[-1].name}, all ranks have ended"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGTERM)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_rank_whose_peer_died_does_not_save(start: Callable[[str], Launch], number: signal.Signals):
     """A rank that waits for an agreement with a dead one, until it is killed."""
     launch = start("save")
     pid = launch.wait_for_ranks()[1]
-    begin_s = time.monotonic()
     os.kill(pid, number)
     code, _, stderr = launch.finish()
 
     assert code == 1 and f"rank 1 was killed by {number.name}" in stderr
-    assert find_saved(launch) == [] and time.monotonic() - begin_s < 10
+    assert find_saved(launch) == []
 
 
 @pytest.mark.slow
@@ -149,7 +153,7 @@ def test_a_rank_that_dies_while_it_stops_is_a_failure(start: Callable[[str], Lau
 
 
 @pytest.fixture
-def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Popen[str]]]:  # noqa: F811
+def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Popen[str]]]:
     """Start a run that goes on until it is stopped; all of it is killed if the test leaves it behind."""
     processes: list[subprocess.Popen[str]] = []
 
@@ -171,30 +175,22 @@ def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Pope
             process.communicate()
 
 
-def wait_for_steps(run: Path, process: subprocess.Popen[str], num_steps: int = 1) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_until(
-        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count('"loss"') >= num_steps)
-    )
-    assert process.poll() is None, process.communicate()
-
-
-def check_refusal(task: Path, run: Path, owner: int) -> None:  # noqa: F811
+def check_refusal(task: Path, run: Path, owner: int) -> None:
     """Another run may not have the folder, though it says that it overwrites it."""
     words = [*LORASHARD, "finetune", *make_options(task, run.name), "--cpu", "2", "--overwrite_output_dir"]
-    second = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    second = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
     assert second.returncode == 2 and len(second.stderr.splitlines()) == 1, second.stderr
     assert f"is owned by another run that is alive (process {owner} on" in second.stderr
 
 
-def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, start_run: Callable):  # noqa: F811
+def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, start_run: Callable):
     """The exit code of a success or a crash, a checkpoint that nothing can go on from, a status that says it runs."""
     run = task / "run"
     process = start_run(LORASHARD, "run")
     wait_for_steps(run, process)
     check_refusal(task, run, process.pid)
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=DEADLINE_S)
 
     assert process.returncode == 75, stdout + stderr
     status = json.loads((run / "status.json").read_text())
@@ -207,21 +203,22 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, start_run: Callable, number: signal.Signals):  # noqa: F811
+def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, start_run: Callable, number: signal.Signals):
     """A cluster's torchrun, whose ranks know of a request only by what it sends them."""
     run = task / f"torchrun_{number.name}"
     process = start_run([*TORCHRUN, "-m", "lorashard"], run.name)
     wait_for_steps(run, process)
     check_refusal(task, run, json.loads((run / "status.json").read_text())["pid"])
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=DEADLINE_S)
 
     status = json.loads((run / "status.json").read_text())
     assert status["phase"] == "stopped" and f"stopped by {number.name}, saved" in status["error"], stdout + stderr
     verify(list_checkpoints(run)[0])
 
 
-def test_a_request_before_the_first_rank_ends_the_run(task: Path, tmp_path: Path):  # noqa: F811
+@pytest.mark.slow
+def test_a_request_before_the_first_rank_ends_the_run(task: Path, tmp_path: Path):
     """A scheduler's warning during the first seconds, taken for a crash."""
     code = f"""
 import lorashard.launch, os, signal, sys
@@ -230,7 +227,7 @@ lorashard.launch._check_model = lambda config: os.kill(os.getpid(), signal.SIGUS
 sys.exit(main(["finetune", "--cpu", "2", "--model", "{task}/model", "--dataset", "{task}/rows.jsonl",
     "--output_dir", "{tmp_path}/run"]))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert result.returncode == 75, result.stderr
     assert result.stderr == "lorashard: stopped by SIGUSR1 before any rank was started: nothing is lost\n"
     assert not (tmp_path / "run").exists()

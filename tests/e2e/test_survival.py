@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from finetune_support import read_lines
 from survival_support import (
-    after_steps,
+    AfterSteps,
     finish,
     hash_files,
     is_same_adapter,
@@ -24,6 +24,8 @@ from survival_support import (
     survive,
     train,
 )
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +47,14 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(task, whole):
     A kill between steps in the second epoch, of one rank alone.
     """
     out = task / "killed"
-    found = survive(task, "killed", [(after_steps(out, 9, random.Random(0)), "1")])
+    found = survive(task, "killed", [(AfterSteps(out, 9, random.Random(0)), "1")])
     assert_same_run(found, whole)
     assert [path.name for path in sorted(found.glob("checkpoint-*"))] == ["checkpoint-12", "checkpoint-14"]
     assert "going on from" in (found / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_kills_at_the_worst_moments_change_nothing(task, whole):
     """Catches what one kill between steps does not: half of a checkpoint taken for a whole one, the last one rotated
     away, an adapter of half its tensors, a step more where the training was over.
@@ -62,9 +64,9 @@ def test_kills_at_the_worst_moments_change_nothing(task, whole):
     moments = [
         (lambda: read_phase(out) == "load", "all"),
         (sees(out, ".checkpoint-2.partial"), "0"),
-        (after_steps(out, 3, random_), "launcher"),
+        (AfterSteps(out, 3, random_), "launcher"),
         (sees(out, ".checkpoint-*.deleted"), "all"),
-        (after_steps(out, 9, random_), "1"),
+        (AfterSteps(out, 9, random_), "1"),
         (sees(out, ".checkpoint-12.partial/manifest.json"), "all"),
         (sees(out, "checkpoint-14"), "launcher"),
         (sees(out, ".adapter.partial"), "0"),
@@ -74,7 +76,6 @@ def test_kills_at_the_worst_moments_change_nothing(task, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_early_stopping_and_the_best_checkpoint_survive_kills(task):
     """Catches a patience that begins anew, a best checkpoint that is rotated away or forgotten, and training that goes
     on where early stopping had ended it.
@@ -93,7 +94,7 @@ def test_early_stopping_and_the_best_checkpoint_survive_kills(task):
     assert list(evaluations) == [2, 4, 6, 8, 10], "the third evaluation that is not better ends the run"
     out = task / "best_killed"
     moments = [
-        (after_steps(out, 5, random.Random(2)), "1"),
+        (AfterSteps(out, 5, random.Random(2)), "1"),
         (sees(out, ".checkpoint-8.partial"), "all"),
         (sees(out, "checkpoint-10"), "0"),
         (sees(out, ".adapter.partial"), "all"),
@@ -105,7 +106,6 @@ def test_early_stopping_and_the_best_checkpoint_survive_kills(task):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_stop_at_an_epoch_s_end_leaves_its_evaluation_out_of_nothing(task):
     """An epoch that ends with the step at which one rank was asked to stop is evaluated before the run ends."""
     options = {
@@ -124,7 +124,6 @@ def test_a_stop_at_an_epoch_s_end_leaves_its_evaluation_out_of_nothing(task):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_run_of_dpo_keeps_its_reference(task):
     """A reference adapter that is made anew from the trained one, or is left out of a checkpoint, moves the goal."""
     rows = [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()[:22]]
@@ -133,12 +132,11 @@ def test_a_killed_run_of_dpo_keeps_its_reference(task):
     options = {"method": "dpo", "dataset": task / "pairs.jsonl", "max_grad_norm": 0, "max_steps": 8}
     expected = train(task, "dpo", **options)
     out = task / "dpo_killed"
-    moments = [(after_steps(out, 3, random.Random(3)), "0"), (sees(out, ".checkpoint-8.partial"), "all")]
+    moments = [(AfterSteps(out, 3, random.Random(3)), "0"), (sees(out, ".checkpoint-8.partial"), "all")]
     assert_same_run(survive(task, "dpo_killed", moments, slow_s=0.05, **options), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_rows_that_are_grouped_by_length_come_in_the_same_order_again(task, num_ranks):
     """That order is drawn from whatever random state there is: a resumed epoch has others, and so has another rank."""
@@ -146,7 +144,7 @@ def test_rows_that_are_grouped_by_length_come_in_the_same_order_again(task, num_
     options = {"cpu": num_ranks, "train_sampling_strategy": "group_by_length"}
     expected = train(task, name, **options)
     out = task / f"{name}_killed"
-    found = survive(task, out.name, [(after_steps(out, 9 if num_ranks == 2 else 13, random.Random(4)), "0")], **options)
+    found = survive(task, out.name, [(AfterSteps(out, 9 if num_ranks == 2 else 12, random.Random(4)), "0")], **options)
     assert_same_run(found, expected)
     epoch_steps = -(-22 // (2 * num_ranks))
     rows = read_rows(task, name, num_ranks)
@@ -177,11 +175,8 @@ BATCH = {
 }
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "num_ranks, placement",
-    [world if world[0] == 1 else pytest.param(*world, marks=pytest.mark.slow) for world in WORLDS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "placement"), WORLDS)
 def test_another_number_of_ranks_goes_on_with_the_same_rows(task, eight_rows, num_ranks, placement):
     """Rows that are seen twice or never after a move, and a last step of an epoch with another mean.
 
@@ -200,7 +195,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(task, eight_rows, nu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_what_cannot_be_kept_is_refused_before_training(task, whole, eight_rows):
     """A run that goes on with other rows looks healthy; one that is refused late has cost the one before."""
     shutil.copytree(whole, task / "refused")
@@ -227,7 +221,6 @@ def test_what_cannot_be_kept_is_refused_before_training(task, whole, eight_rows)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
     """The newest one damaged costs two steps, not the run; and it must not be taken for the newest once more."""
     folder = shutil.copytree(whole, task / "damaged")
@@ -245,7 +238,6 @@ def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_older_checkpoint_can_be_gone_on_from(task, whole):
     """Newer ones that stay would be taken by the next `auto`, or be deleted as the newest are kept."""
     folder = shutil.copytree(whole, task / "older")
@@ -256,7 +248,6 @@ def test_an_older_checkpoint_can_be_gone_on_from(task, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_finished_run_has_nothing_to_do(task, whole):
     """The command of a scheduler that starts it once more: no step, no other adapter."""
     folder = shutil.copytree(whole, task / "finished")
@@ -268,7 +259,6 @@ def test_a_finished_run_has_nothing_to_do(task, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_checkpoint_without_a_manifest_is_taken_where_it_is_named(task, whole):
     """A bare Trainer's checkpoint cannot be told to be whole: `auto` leaves it, a person may know better."""
     folder = shutil.copytree(whole, task / "bare", ignore=shutil.ignore_patterns("adapter*", "checkpoint-[!8]*"))
@@ -286,7 +276,6 @@ def test_a_checkpoint_without_a_manifest_is_taken_where_it_is_named(task, whole)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_other_data_can_be_gone_on_with_where_that_is_said(task, whole):
     """`ignore_data_skip` is the way out that the refusal names."""
     rows = (task / "few.jsonl").read_text().splitlines(keepends=True)

@@ -223,11 +223,11 @@ def test_a_kill_while_leftovers_are_cleared_leaves_them_to_the_next(tmp_path, mo
 
 
 def test_what_is_put_aside_takes_no_place_and_can_be_gone_on_from(tmp_path):
-    """A second resume from an older checkpoint must not stumble over what the first one put aside."""
+    """A second resume from an older checkpoint must neither stumble over what the first put aside nor delete it."""
     for content in ("first", "second"):
         write_parts(tmp_path / "checkpoint-6", content)
         publish(tmp_path / "checkpoint-6", FACTS)
         place = set_aside(tmp_path / "checkpoint-6")
-    assert get_names(tmp_path) == ["set-aside-checkpoint-6"] and read_step(place) == 6
+    assert get_names(tmp_path) == ["set-aside-2-checkpoint-6", "set-aside-checkpoint-6"] and read_step(place) == 6
     assert "second" in (place / "optimizer.pt").read_text() and verify(place).step == 6
     assert json.loads((place / MANIFEST_NAME).read_text())["step"] == 6

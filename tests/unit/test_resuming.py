@@ -11,13 +11,13 @@ import pytest
 
 from lorashard.config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.manifest import place_partial, publish
+from lorashard.manifest import place_partial, publish, read_manifest
 from lorashard.resuming import Facts, check_resume, choose_checkpoint
 from lorashard.wanted import check_wanted, read_progress
 
-LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "use_dora": False}
+LORA = {"modules_to_save": None, "r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "use_dora": False}
 # 22 rows, 8 a step, on 2 ranks: the last step of an epoch has 6.
-SAVED = Facts("sft", 2, 8, 22, 22, "ab" * 32, "random, seed 42", LORA, True)
+SAVED = Facts("sft", 2, 8, 22, 22, "ab" * 32, "random, seed 42", LORA, {"learning_rate": 2e-4}, True)
 
 
 def make_config(folder: Path, **options) -> RunConfig:
@@ -159,3 +159,24 @@ def test_a_checkpoint_may_have_any_name_and_must_be_one(tmp_path):
         (place / "trainer_state.json").write_text(damaged)
         with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged"):
             check_wanted(make_config(tmp_path, resume_from_checkpoint=str(place)))
+
+
+def test_facts_of_another_version_are_told_and_skipped(tmp_path):
+    """A field that a later version adds or drops: a crash, which `max_restarts` would repeat."""
+    checkpoint = save(tmp_path, 4)
+    manifest = read_manifest(checkpoint)
+    for facts in (manifest.facts | {"later": 1}, {k: v for k, v in manifest.facts.items() if k != "is_resumable"}):
+        with pytest.raises(CheckpointError, match="checkpoint-4 was written by another version of lorashard"):
+            Facts.read(replace(manifest, facts=facts))
+    older = dict(SAVED.lora)
+    del older["modules_to_save"]  # an option that it did not know
+    saved = Facts.read(replace(manifest, facts=manifest.facts | {"lora": older}))
+    assert saved.lora == older
+
+
+def test_a_changed_learning_rate_is_said_to_have_no_effect(tmp_path):
+    """A person who lowers the rate of a run that goes on, and believes that it was lowered."""
+    told: list[str] = []
+    changed = replace(SAVED, schedule={"learning_rate": 1e-5})
+    assert check_resume(make_config(tmp_path), make_arguments(), save(tmp_path, 4), changed, told.append) == 2
+    assert len(told) == 1 and "learning_rate 1e-05 for 0.0002" in told[0]

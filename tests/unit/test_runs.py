@@ -77,12 +77,12 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path):
 
 
 def test_a_new_run_keeps_nothing_of_another(tmp_path):
-    """Lines of a rank that the new run does not have, taken for its own."""
+    """Lines of a rank that the new run does not have, taken for its own; folders deleted that no run has written."""
     leave_a_killed_run(tmp_path, 3)
-    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()  # a person's own
     for rank in (1, 0):
         Run(tmp_path, rank, 2).begin("", resumed_step=None)
-    assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "checkpoint-4").exists()
+    assert not list(tmp_path.rglob("*.jsonl")) and (tmp_path / "checkpoint-best").exists()
 
 
 def test_the_adapter_of_a_run_is_that_of_its_newest_complete_checkpoint(tmp_path):

@@ -1,0 +1,88 @@
+"""The trainer's checkpoints where a disk refuses one, or a run is asked to stop; one rank, a model of one weight."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import lorashard.trainer
+from lorashard.errors import RunStopped
+from lorashard.manifest import list_checkpoints, publish, read_manifest
+from lorashard.nonfinite import NonfiniteRule
+from lorashard.trainer import Survival, SurvivingTrainer, make_surviving
+
+
+class Line(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": ((self.weight * x - labels) ** 2).mean()}
+
+
+def make_trainer(out: Path, told: list[str], asked: str | None = None, **options) -> SurvivingTrainer:
+    rows = [{"x": torch.ones(1), "labels": torch.ones(1)} for _ in range(4)]
+    rule = NonfiniteRule(False, lambda rows, num_rows: list(map(str, rows)), told.append, lambda line: None)
+    arguments = TrainingArguments(
+        str(out), use_cpu=True, per_device_train_batch_size=1, save_strategy="steps", save_steps=1, report_to=[],
+        disable_tqdm=True, logging_strategy="no", **options,
+    )  # fmt: skip
+    return make_surviving(Trainer)(
+        survival=Survival(SimpleNamespace(signal_name=asked), {}, rule, None, None, told.append),
+        model=Line(),
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+    )
+
+
+def test_the_best_is_one_that_is_on_the_disk(tmp_path, monkeypatch):
+    """A best adapter whose save failed, which later ones must be better than, and which is not there at the end."""
+    told: list[str] = []
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+    trainer = make_trainer(tmp_path, told, max_steps=3, metric_for_best_model="quality", **best)
+    qualities = iter((1.0, 3.0, 2.0) + (0.0,) * 9)
+    monkeypatch.setattr(trainer, "evaluate", lambda **_: {"eval_quality": next(qualities)})
+
+    def refuse_the_second(checkpoint: Path, facts: dict) -> None:
+        if checkpoint.name == "checkpoint-2":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(checkpoint, facts)
+
+    monkeypatch.setattr(lorashard.trainer, "publish", refuse_the_second)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
+    assert [line for line in told if "checkpoint-2 was not written" in line and "No space left" in line]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch):
+    """A folder that somebody reads over a network file system, which is not empty when it is to go."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(lorashard.trainer, "rotate", refuse)
+    told: list[str] = []
+    make_trainer(tmp_path, told, max_steps=2, save_total_limit=1).train()
+    assert len(list_checkpoints(tmp_path)) == 2
+    assert len(told) == 2 and all("were not deleted" in line for line in told)
+
+
+@pytest.mark.parametrize("asked", [None, "SIGTERM"])
+def test_a_checkpoint_that_a_stop_asks_for_can_be_gone_on_from(tmp_path, asked):
+    """`save_only_model` leaves the optimizer out: the run that is told to go on from there would start afresh."""
+    trainer = make_trainer(tmp_path, [], asked, max_steps=3, save_only_model=True)
+    if asked:
+        with pytest.raises(RunStopped, match="stopped by SIGTERM, saved at step 1"):
+            trainer.train()
+    else:
+        trainer.train()
+    (newest, *_) = list_checkpoints(tmp_path)
+    assert (newest / "optimizer.pt").exists() == read_manifest(newest).facts["is_resumable"] == bool(asked)
