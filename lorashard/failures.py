@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .output import warn
 from .rank import find_log
-from .stopping import STOPPED_EXIT_CODE
+from .stopping import STOPPED_EXIT_CODE, TERMINATED_EXIT_CODE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -86,9 +86,10 @@ def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> 
     rank, failure = _find_first(failures)
     log = find_log(logs_dir, rank)
     details = _read_details(failure)
-    if failure.exitcode < 0 and not details:
-        name = failure.signal_name()
-        hint = ": out of memory? The kernel's log (dmesg) tells" if -failure.exitcode == signal.SIGKILL else ""
+    killer = signal.SIGTERM if failure.exitcode == TERMINATED_EXIT_CODE else -failure.exitcode
+    if killer > 0 and not details:
+        name = signal.Signals(killer).name
+        hint = ": out of memory? The kernel's log (dmesg) tells" if killer == signal.SIGKILL else ""
         return Failure(1, f"error: rank {rank} was killed by {name}{hint} (log: {log})", log, is_crash=True)
     if STOPPED_EXIT_CODE in (failure.exitcode, details.get("exit_code")):
         return Failure(STOPPED_EXIT_CODE, details.get("user_error") or "stopped as asked", log, is_stop=True)

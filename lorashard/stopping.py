@@ -17,7 +17,7 @@ STOP_SIGNAL = signal.SIGUSR1
 # A signal to all of a run's processes reaches them one by one: the launcher waits before it asks, a rank for that.
 SPREAD_S = 0.5
 _PATIENCE_S = 3.0
-_TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
+TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, try again
 
 
@@ -75,7 +75,7 @@ class StopRequest:
             return
         if number == signal.SIGTERM and self._is_lorashard:
             if self._signal_name is not None:
-                os._exit(_TERMINATED_EXIT_CODE)
+                os._exit(TERMINATED_EXIT_CODE)
             patience = threading.Timer(_PATIENCE_S, self._end_unless_asked)
             patience.daemon = True
             patience.start()
@@ -86,7 +86,7 @@ class StopRequest:
 
     def _end_unless_asked(self) -> None:
         if self._signal_name is None:
-            os._exit(_TERMINATED_EXIT_CODE)
+            os._exit(TERMINATED_EXIT_CODE)
 
 
 def find_restarts(environ: Mapping[str, str]) -> int:

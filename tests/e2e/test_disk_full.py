@@ -129,6 +129,7 @@ def steps_in(path: Path) -> list[int]:
     return [line["step"] for line in read_lines(path) if "loss" in line or "gathers" in line]
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_full_disk(task, disk, tmp_path):
     """A run of days that ends, at 3 a.m., because a line of metrics did not fit; or a last checkpoint cut in half."""
     out = disk / "run"

@@ -253,7 +253,7 @@ def test_ranks_are_started_again_where_one_has_hung(start: Callable[..., Trainin
 
 def test_a_run_that_was_suspended_goes_on(start: Callable[..., Training]) -> None:
     """Catches a run that ends itself after Ctrl-Z, which stops the launcher, or once a scheduler stops all."""
-    training = start(LORASHARD, {"train": 0.3}, max_steps=1000)
+    training = start(LORASHARD, {"train": 0.3}, max_steps=200)
     ranks = training.wait_for("train")
     training.launcher.suspend()
     time.sleep(TIMEOUT_S * 1.5)
@@ -270,7 +270,7 @@ def test_a_run_that_was_suspended_goes_on(start: Callable[..., Training]) -> Non
     assert training.process.poll() is None, training.read_log()
     (training.marks / "hurry").touch()
 
-    assert training.finish() == 0, training.read_log()
+    assert training.finish(2 * DEADLINE_S) == 0, training.read_log()
     assert training.read_status()["phase"] == "done"
 
 

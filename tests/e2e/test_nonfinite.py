@@ -32,7 +32,9 @@ LORASHARD = [str(Path(sys.executable).with_name("lorashard")), "finetune"]
 NUM_ROWS = 26
 
 
-pytestmark = pytest.mark.timeout(600)
+DEADLINE_S = 300
+
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,7 @@ def check_names(name: str, found: tuple[list, list], places: dict[str, str], num
 ACCUMULATED = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 1])
 def test_the_rows_named_are_those_trained_on(task, num_ranks):
     """Loaders draw ahead, the next epoch's order comes with an epoch's last batch, and a resume draws from the start.
@@ -115,7 +118,7 @@ def test_the_rows_named_are_those_trained_on(task, num_ranks):
         "resumed": ACCUMULATED | {"resume": "whole/checkpoint-2"},
         "resumed in the second epoch": ACCUMULATED | {"resume": f"whole/checkpoint-{8 // num_ranks + 2}"},
     }
-    found = run_ranks(train_and_name, num_ranks, task, runs)
+    found = run_ranks(train_and_name, num_ranks, task, runs, timeout_s=DEADLINE_S)
     steps = {2: (8, 6, 2), 1: (14, 12, 4)}[num_ranks]
     for name, num_steps in zip(runs, steps, strict=True):
         for rank in found:
@@ -145,7 +148,7 @@ def test_the_rows_named_are_those_trained_on_in_any_order(task, num_ranks):
         "dpo": {"max_steps": 9, "method": "dpo", "dataset": task / "pairs.jsonl"},
     }
     steps = {2: (8, 6, 3, 9, 9, 8, 9, 9), 1: (8, 14, 3, 9, 9, 14, 9, 9)}[num_ranks]
-    found = run_ranks(train_and_name, num_ranks, task, runs)
+    found = run_ranks(train_and_name, num_ranks, task, runs, timeout_s=DEADLINE_S)
     for (name, options), num_steps in zip(runs.items(), steps, strict=True):
         for rank in found:
             check_names(name, rank[name], find_places(options.get("dataset", task / "rows.jsonl")), num_steps)
@@ -262,13 +265,15 @@ def skip(rank: int, task: Path, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 1])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_that_is_skipped_changes_nothing(task, poisoned, num_ranks):
     """Weight decay and moments move on zero gradients; the schedule goes on; a mean that counts the step lies.
 
     On one rank the run ends with the bits of plain PEFT trained by hand, without these steps.
     """
-    found = run_ranks(skip, num_ranks, task, {"dataset": poisoned, "output_dir": task / f"skip{num_ranks}"})
+    found = run_ranks(
+        skip, num_ranks, task, {"dataset": poisoned, "output_dir": task / f"skip{num_ranks}"}, timeout_s=DEADLINE_S
+    )
     places = {f"poisoned.jsonl line {number + 1}" for number in POISONED}
     for rank in found:
         assert rank["told"] == found[0]["told"]
@@ -324,13 +329,14 @@ def end_badly(rank: int, task: Path) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_go_on_says_why(task):
     """An infinite gradient with finite losses, a loss of -inf, nothing but steps left out, rows that were packed.
 
     The last weights must be those before the step; ranks that say different things leave the person with one of them.
     """
     write_rows(task / "all.jsonl", make_texts(NUM_ROWS, range(NUM_ROWS)))
-    said = run_ranks(end_badly, 2, task)
+    said = run_ranks(end_badly, 2, task, timeout_s=DEADLINE_S)
     assert said[0] == said[1]
     row = r"rows.jsonl line \d+"
     norm, inf, everything, packed = said[0].values()
@@ -354,9 +360,10 @@ def train_with_scaler(rank: int, task: Path) -> tuple[list[bool], list[str]]:
     return steps.is_changed, told
 
 
+@pytest.mark.slow
 def test_a_loss_scaler_may_try_scales(task, poisoned):
     """Under fp16 the scaler meets infinite gradients by design; a loss that is not finite is a fault there too."""
-    is_changed, told = run_ranks(train_with_scaler, 1, task)[0]
+    is_changed, told = run_ranks(train_with_scaler, 1, task, timeout_s=DEADLINE_S)[0]
     unchanged = {step for step, is_step_changed in enumerate(is_changed, 1) if not is_step_changed}
     named = {int(re.match(r"step (\d+): the loss is not finite", line)[1]) for line in told}
     assert named and named < unchanged, "the scaler's own steps are no fault"
@@ -369,7 +376,7 @@ def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     options = {"model": task / "model", "dataset": poisoned, "output_dir": task / "cli", "cpu": 2, "max_steps": 9}
     words = make_words(**options | {"save_strategy": "steps", "save_steps": 2, "shuffle_dataset": "true"})
     environment = os.environ | {"HF_HOME": str(task / "hf")}
-    stopped = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=180)
+    stopped = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert stopped.returncode == 1 and "Traceback" not in stopped.stdout + stopped.stderr
     lines = [line for line in stopped.stderr.splitlines() if "not finite" in line]
     assert len(lines) == 1 and re.match(
@@ -379,7 +386,7 @@ def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     status = json.loads((task / "cli" / "status.json").read_text())
     assert status["phase"] == "failed" and "the loss is not finite" in status["error"]
     words += ["--on_nonfinite", "skip", "--resume", "auto"]
-    result = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=180)
+    result = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert result.returncode == 0, result.stderr
     metrics = [json.loads(line) for line in (task / "cli" / "metrics.jsonl").read_text().splitlines()]
     step = int(re.search(r"step (\d+)", lines[0])[1])
