@@ -191,8 +191,8 @@ def check_resume(
     ]
     if changed:
         tell(
-            f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the number "
-            "of steps alone counts from here on, and the learning rate bends there"
+            f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the "
+            "number of steps alone counts from here on, and the learning rate bends there"
         )
     if arguments.ignore_data_skip:
         return saved.world_size
