@@ -102,8 +102,14 @@ def test_nodes_that_differ_are_refused(tmp_path):
         (False, {}, same, nowhere, "expected a folder that all nodes share"),
         (True, each, same, nowhere, "all ranks see the same output_dir"),
         (True, {}, ("rows", "others"), nowhere, "same data on all nodes, found rows on rank 0 and others on rank 2"),
-        (True, {}, same, ("runs/checkpoint-2", "runs/checkpoint-4"), "found checkpoint-2 on rank 0 and checkpoint-4"),
-        (True, {}, same, ("runs/checkpoint-2", None), "found checkpoint-2 on rank 0 and none on rank 2"),
+        (
+            True,
+            {},
+            same,
+            (Path("runs/checkpoint-2"), Path("runs/checkpoint-4")),
+            "found checkpoint-2 on rank 0 and checkpoint-4",
+        ),
+        (True, {}, same, (Path("runs/checkpoint-2"), None), "found checkpoint-2 on rank 0 and none on rank 2"),
     ]
     for found in run_ranks(check_all, 4, [str(folder) for folder in folders], [case[:4] for case in cases]):
         for one, (*_, expected) in zip(found, cases, strict=True):
