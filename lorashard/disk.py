@@ -185,6 +185,19 @@ def describe_fault(error: BaseException, folder: Path) -> str:
     return reason
 
 
+def sync(path: Path) -> None:
+    """Have the disk keep a file's content, or the names in a folder, before anything that follows.
+
+    Raises:
+        OSError: it does not.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def show_bytes(num_bytes: int) -> str:
     """Return a size as a person reads it."""
     if num_bytes >= 2**30:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .disk import sync
 from .errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -76,11 +77,11 @@ def publish(checkpoint: Path, facts: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file)
     for folder in {path.parent for path in _list_files(partial)}:
-        _sync_folder(folder)
+        sync(folder)
     if checkpoint.exists():
         set_aside(checkpoint)
     os.rename(partial, checkpoint)
-    _sync_folder(checkpoint.parent)
+    sync(checkpoint.parent)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -189,12 +190,3 @@ def _hash(content: dict[str, Any]) -> str:
 
 def _list_files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the disk keep the names in a folder, not only the files' contents."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

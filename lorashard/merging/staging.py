@@ -15,7 +15,7 @@ import psutil
 
 from .. import dist
 from ..agreement import together
-from ..disk import describe_fault, show_bytes
+from ..disk import describe_fault, show_bytes, sync
 from ..errors import CheckpointError, ConfigError
 
 
@@ -72,10 +72,10 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
 
     def finish() -> None:
         for file in (*partial.iterdir(), partial):
-            _sync(file)
+            sync(file)
         out.parent.mkdir(parents=True, exist_ok=True)
         os.rename(partial, out)
-        _sync(out.parent)
+        sync(out.parent)
 
     with _exit_on_sigterm(), _explained(out, place, num_bytes):
         try:
@@ -140,11 +140,3 @@ def _check_room(place: Path, num_bytes: int, out: Path) -> None:
             f"{out} will take {show_bytes(num_bytes)}, and {show_bytes(free_bytes)} are free in {place}: make room or "
             "give another target"
         )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,21 @@ class Launch:
             process.kill()
         self.process.kill()
         self.process.join()
+
+
+def keep_launches(
+    folder: Path, script: str, launch: Callable[[list[str], Path], int]
+) -> Iterator[Callable[[str], Launch]]:
+    """Give a test what starts a `Launch` with a word; end them all after it."""
+    launches: list[Launch] = []
+
+    def start(word: str) -> Launch:
+        launches.append(Launch(folder, script, launch, word))
+        return launches[-1]
+
+    yield start
+    for started in launches:
+        started.kill()
 
 
 def _be_launcher(folder: Path, launch: Callable[[list[str], Path], int], word: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launch_support import Launch, wait_until
+from launch_support import Launch, keep_launches, wait_until
 
 from lorashard.group import run_ranks
 
@@ -54,15 +54,7 @@ def launch_ranks(command: list[str], folder: Path) -> int:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Launch]]:
-    launches: list[Launch] = []
-
-    def start(behaviour: str) -> Launch:
-        launches.append(Launch(tmp_path, RANK, launch_ranks, behaviour))
-        return launches[-1]
-
-    yield start
-    for launch in launches:
-        launch.kill()
+    yield from keep_launches(tmp_path, RANK, launch_ranks)
 
 
 def test_ranks_that_end_end_the_run(start: Callable[[str], Launch], tmp_path: Path) -> None:

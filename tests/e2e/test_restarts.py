@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from finetune_support import LORASHARD, make_options
-from launch_support import Launch, wait_for_steps
+from launch_support import Launch, keep_launches, wait_for_steps
 
 from lorashard.config import RunConfig
 from lorashard.group import Signals
@@ -66,15 +66,7 @@ def launch_ranks(command: list[str], folder: Path) -> int:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Launch]]:
-    launches: list[Launch] = []
-
-    def start(word: str) -> Launch:
-        launches.append(Launch(tmp_path, RANK, launch_ranks, word))
-        return launches[-1]
-
-    yield start
-    for launch in launches:
-        launch.kill()
+    yield from keep_launches(tmp_path, RANK, launch_ranks)
 
 
 def read_status(launch: Launch) -> dict:

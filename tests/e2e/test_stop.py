@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from finetune_support import LORASHARD, TORCHRUN, make_options
-from launch_support import DEADLINE_S, Launch, slow, wait_for_steps, wait_until
+from launch_support import DEADLINE_S, Launch, keep_launches, slow, wait_for_steps, wait_until
 
 from lorashard.group import Signals, run_ranks
 from lorashard.manifest import list_checkpoints, verify
@@ -66,15 +66,7 @@ def launch_ranks(command: list[str], folder: Path) -> int:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Launch]]:
-    launches: list[Launch] = []
-
-    def start(word: str) -> Launch:
-        launches.append(Launch(tmp_path, RANK, launch_ranks, word))
-        return launches[-1]
-
-    yield start
-    for launch in launches:
-        launch.kill()
+    yield from keep_launches(tmp_path, RANK, launch_ranks)
 
 
 def find_saved(launch: Launch) -> list[str]:
