@@ -174,6 +174,7 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
     end_s = None
     save_s = 0.0
     while not wait([elastic], timeout=_WATCH_INTERVAL_S).done:
+        _continue_stopped(find_pids(notes_dir))
         if signals.end_signal is not None:
             end_s = end_s or time.monotonic() + grace_s
             is_late = time.monotonic() > end_s  # elastic ends the others once one has died: here none does
@@ -185,6 +186,19 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
                 _say_stop(signals.save_signal)
             if time.monotonic() > save_s:
                 _send(STOP_SIGNAL, notes_dir, asked)
+
+
+def _continue_stopped(pids: Sequence[int]) -> None:
+    """Let stopped ranks go on where another has ended, to hear elastic's SIGTERM: it would wait 30 s for them."""
+    states = {}
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            states[pid] = psutil.Process(pid).status()
+    alive = [pid for pid, state in states.items() if state != psutil.STATUS_ZOMBIE]
+    if len(alive) < len(pids):
+        for pid in alive:
+            if states[pid] == psutil.STATUS_STOPPED:
+                os.kill(pid, signal.SIGCONT)
 
 
 def _say_stop(number: signal.Signals) -> None:
