@@ -23,6 +23,7 @@ import psutil
 
 from . import __version__
 from .devices import count_cores, find_gpus
+from .disk import show_bytes
 
 if sys.platform != "win32":
     import resource
@@ -419,8 +420,3 @@ def _show(name: str, value: Any) -> str:
 def _show_part(name: str, value: Any) -> str:
     shown = _show(name, value)
     return shown if name in ("name", "path") else f"{name.removesuffix('_bytes').replace('_', ' ')} {shown}"
-
-
-def show_bytes(num_bytes: int) -> str:
-    """Return an amount for people."""
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.1f} MiB"

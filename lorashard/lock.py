@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from .disk import replace_text
 from .errors import ConfigError
+from .output import warn
 
 _LOCK_NAME = ".lock"
 _SOFT_LOCK_NAME = ".lock.soft"
@@ -49,11 +49,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     try:
         left = _read_owner(owner)
         if left:
-            print(
-                f"lorashard: {folder} was left behind by a run that was killed ({_name(left)}): its lock is taken over",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"{folder} was left behind by a run that was killed ({_name(left)}): its lock is taken over")
         _write_owner(owner)
         yield
     finally:

@@ -21,9 +21,7 @@ import json
 import math
 import os
 import platform
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from . import __version__
 from .disk import PatientFiles, cut_lines, describe_fault, replace_text
 from .engine import Engine
 from .errors import ConfigError
+from .output import warn
 from .stopping import find_restarts
 
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -53,7 +52,7 @@ class Run:
         if find_restarts(os.environ):  # the same run, in new processes
             said = _read_status(folder)
             self._status = {name: said[name] for name in ("restarts", "has_begun") if name in said}
-        self._files = PatientFiles(_tell)
+        self._files = PatientFiles(warn)
         try:
             (folder / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -145,7 +144,7 @@ def _read_status(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except (OSError, ValueError) as error:
-        _tell(f"{path} cannot be read: {describe_fault(error, folder)}")
+        warn(f"{path} cannot be read: {describe_fault(error, folder)}")
         return {}
 
 
@@ -154,7 +153,7 @@ def _write_status(folder: Path, facts: dict[str, Any], news: str) -> None:
     try:
         replace_text(path, _to_json(facts | {"time": time.time()}))
     except OSError as error:
-        _tell(f"{path} does not say that the run {news}: {describe_fault(error, folder)}")
+        warn(f"{path} does not say that the run {news}: {describe_fault(error, folder)}")
 
 
 def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
@@ -179,12 +178,6 @@ def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["device_peak_bytes"] = torch.cuda.max_memory_allocated()
     return facts
-
-
-def _tell(line: str) -> None:
-    """Tell the person; on each rank, for each has files of its own."""
-    with suppress(OSError):  # where that cannot be written either, the run goes on as well
-        print(f"lorashard: {line}", file=sys.stderr, flush=True)
 
 
 def _to_json(facts: dict[str, Any]) -> str:

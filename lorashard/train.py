@@ -85,7 +85,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
         heartbeat.note(phase, step)
         run.set_status(phase, **({} if step is None else {"step": step}))
 
-    enter("tokenise")
+    heartbeat.note("tokenise")
     tokenizer = load_tokenizer(
         config.model_name_or_path,
         config.model_revision,

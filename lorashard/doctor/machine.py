@@ -20,6 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from ..devices import count_cores, find_gpus
+from ..disk import show_bytes
 from ..environment import (
     find_accelerate_config,
     find_existing,
@@ -28,7 +29,6 @@ from ..environment import (
     read_available_bytes,
     read_driver_cuda,
     read_memory_limit,
-    show_bytes,
 )
 from ..errors import ConfigError, UserError
 from ..plugins import is_on, refuse_plugins

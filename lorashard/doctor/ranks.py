@@ -9,7 +9,8 @@ from dataclasses import asdict
 import torch
 
 from .. import dist
-from ..environment import find_pairs_without_peer_access, show_bytes
+from ..disk import show_bytes
+from ..environment import find_pairs_without_peer_access
 from ..errors import VerificationError
 from ..plan.probe import Speeds, measure_speeds
 from .checks import Check, explain_error
