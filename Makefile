@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.lorashard-installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test screenshots check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
@@ -19,6 +19,9 @@ demo: $(STAMP)  ## fine-tune the tiny model of examples/demo on two CPU ranks
 test: ARGS ?= -m "not slow"
 test: $(STAMP)  ## run the tests, all but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+screenshots: $(STAMP)  ## make docs/img/*.png anew: the pictures of the web UI's pages
+	LORASHARD_SCREENSHOTS=1 $(BIN)/python -m pytest -m browser $(ARGS)
 
 check: $(STAMP)  ## check format, lint, import order and types
 	$(BIN)/ruff format --check .
@@ -51,5 +54,5 @@ $(STAMP): pyproject.toml constraints.txt
 	    }; \
 	fi
 	$(BIN)/python -m pip install $(TORCH) -c constraints.txt
-	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev,quant,ui]' -c constraints.txt
 	@touch $@

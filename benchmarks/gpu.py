@@ -10,10 +10,11 @@ measured by then, or why it failed, stands in the record, and the whole run ends
 model's own: with 16,384 tokens its float32 logits and their gradients take 25 GB and the whole step 46 GB, by the
 plan, whose peaks stand beside those that are measured. Then two gloo ranks share the card, so that shards, slots and
 streams are exercised (NCCL refuses two ranks on one card), and NCCL runs with one rank; their gradients are compared
-bit for bit, in torch's deterministic mode.
+bit for bit, in torch's deterministic mode. Of a quantised base it is measured what unpacking takes of a step, and how
+fast bitsandbytes' kernel and torch's own operations unpack the largest linear.
 
 It needs no more than `lorashard.load` does: torch, transformers, peft, accelerate, safetensors, pydantic, psutil and
-filelock. DeepSpeed is optional: `pip install deepspeed`.
+filelock. DeepSpeed and bitsandbytes are optional: `pip install deepspeed bitsandbytes`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RECORDS, Outcome, describe_environment, format_table, try_launch, write_record
 from contenders import trainable_parameters
-from gpu_jobs import CHECKPOINTING, CHECKS, PLACEMENTS, WARMUP_STEPS, WAYS, make_lora
+from gpu_jobs import CHECKPOINTING, CHECKS, PLACEMENTS, QUANTIZED, WARMUP_STEPS, WAYS, make_lora
 from peft import PeftModel
 from random_base import LORA_R, SHAPES, Shape
 
@@ -40,10 +42,13 @@ from lorashard.placement import PlacementOptions
 from lorashard.plan.auto import BaseModel, Training, plan_training
 from lorashard.plan.hardware import Cluster, find_gpu_type
 from lorashard.plan.trace import Microbatch
+from lorashard.quantization.options import read_quantization
 
+UNPACKING = "unpacking"
 JOBS = Path(__file__).with_name("gpu_jobs.py")
 RUN_S = 460
 CHECK_S = 75
+UNPACKING_S = 30
 LOSS_TOLERANCE = 0.01
 PLAN_TOLERANCE = 0.1
 
@@ -63,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--only", nargs="+", choices=[*WAYS, *CHECKS], default=[*WAYS, *CHECKS], help="measure these")
+    parser.add_argument("--only", nargs="+", choices=[*WAYS, *CHECKS, UNPACKING], help="measure these")
     parser.add_argument("--steps", type=int, default=5, help="measured steps with each batch")
     parser.add_argument("--seconds", type=float, default=45, help="of each contender, loading included")
     parser.add_argument("--folder", type=Path, help="where the base is written, or is from an earlier run")
@@ -101,11 +106,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if "error" in prepared:
             raise SystemExit(f"the base was not written, or the link not measured: {prepared['error']}")
         # The peers last: if time runs out, it is theirs.
-        for name in sorted(args.only, key=["peft", *PLACEMENTS, *CHECKS, "fsdp2", "zero3"].index):
+        order = ["peft", *PLACEMENTS, *QUANTIZED, UNPACKING, *CHECKS, "fsdp2", "zero3"]
+        for name in sorted(args.only or order, key=order.index):
             if name == "zero3" and not importlib.util.find_spec("deepspeed"):
                 found[name] = {"error": "not installed"}
             elif name == "nccl_alone" and args.device == "cpu":
                 found[name] = {"error": "needs a GPU"}
+            elif name == UNPACKING:
+                found[name] = run(UNPACKING, 0, UNPACKING_S, shape=args.shape)
             elif name in CHECKS:
                 world_size = 2 if name == "two_gloo_ranks" else 1
                 found[name] = run(name, world_size, CHECK_S, shape=small, folder=bases[small])
@@ -125,6 +133,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "duration_s": time.monotonic() - begin_s,
         "link": prepared,
         "contenders": contenders,
+        "unpacking": found.get(UNPACKING, {}),
         "checks": checks,
         "bars": judge(contenders, checks, shape),
     }
@@ -145,18 +154,20 @@ def plan_peaks(shape: Shape, device_type: str) -> dict[str, dict[str, int]]:
     """Return the bytes that the plan foresees for each placement, and for each batch by its tokens."""
     # Bytes are the same on every GPU, and what does not fit is measured all the same.
     cluster = Cluster(replace(find_gpu_type("h100-sxm"), device_type=device_type), 1, 1, free_bytes=2**50)
-    peaks: dict[str, dict[str, int]] = {name: {} for name in PLACEMENTS}
+    peaks: dict[str, dict[str, int]] = {name: {} for name in [*PLACEMENTS, *QUANTIZED]}
     with tempfile.TemporaryDirectory() as folder:
         shape.make_config().save_pretrained(folder)
-        base = Bf16Model(folder, make_lora())
-        for rows, tokens in shape.batches:
+        for quantization, (rows, tokens) in product((None, "nf4", "int8"), shape.batches):
+            base = Bf16Model(folder, make_lora(), quantization=read_quantization(quantization))
             microbatch = Microbatch(
                 rows, tokens, device_type, loss="model", is_autocast=False, checkpointing=CHECKPOINTING
             )
             training = Training(microbatch, optimizer="sgd")
             for row in plan_training(base, training, cluster, PlacementOptions(resident_layers=0)).rows:
+                name = row.placement.placement + (f"_{quantization}" if quantization else "")
                 # The plan has the adapter and its gradients; AdamW adds two states in the adapter's dtype.
-                peaks[row.placement.placement][str(rows * tokens)] = row.peak_bytes + row.adapter_bytes
+                if name in peaks:
+                    peaks[name][str(rows * tokens)] = row.peak_bytes + row.adapter_bytes
     return peaks
 
 
@@ -193,7 +204,7 @@ def add_comparisons(
 def judge(contenders: dict[str, Any], checks: dict[str, Any], shape: Shape) -> dict[str, Any]:
     """Return each bar with the figure that was found and whether it is met; null where nothing was measured."""
     counts = sorted(rows * tokens for rows, tokens in shape.batches)
-    smallest, largest = str(counts[0]), str(counts[-1])
+    smallest, middle, largest = str(counts[0]), str(counts[len(counts) // 2]), str(counts[-1])
 
     def read(name: str, tokens: str, key: str) -> float | None:
         return contenders.get(name, {}).get("batches", {}).get(tokens, {}).get(key)
@@ -204,15 +215,17 @@ def judge(contenders: dict[str, Any], checks: dict[str, Any], shape: Shape) -> d
 
     seconds = [read(name, largest, "step_s") for name in ("host", "replicate")]
     host_over_resident = seconds[0]["median"] / seconds[1]["median"] if all(seconds) else None
+    own = [*PLACEMENTS, *QUANTIZED]
     differing = [check["differing"] for check in checks.values() if "differing" in check]
     return {
         "resident step / plain PEFT's, worst batch": bar(worst("times_plain", "replicate"), at_most=1.02),
         f"host's use of the link, {smallest} tokens": bar(read("host", smallest, "link_use"), at_least=0.85),
         f"host step / resident's, {largest} tokens": bar(host_over_resident, at_most=1.05),
-        "device allocations after the first step": bar(worst("allocations_after_first_step", *PLACEMENTS), at_most=0),
+        f"nf4's unpacking / step, {middle} tokens": bar(read("replicate_nf4", middle, "unpacking_share"), at_most=0.1),
+        "device allocations after the first step": bar(worst("allocations_after_first_step", *own), at_most=0),
         "loss difference from plain PEFT": bar(worst("largest_loss_difference", *PLACEMENTS), at_most=LOSS_TOLERANCE),
         "differing gradients in the checks": bar(sum(differing) if differing else None, at_most=0),
-        "peak's difference from the plan's, worst batch": bar(worst("plan_error", *PLACEMENTS), at_most=PLAN_TOLERANCE),
+        "peak's difference from the plan's, worst batch": bar(worst("plan_error", *own), at_most=PLAN_TOLERANCE),
     }
 
 
@@ -227,7 +240,7 @@ def make_tables(record: dict[str, Any]) -> str:
     """Return the markdown tables of a record, with a line that says what was measured."""
     config, hardware, link = record["config"], record["hardware"], record["link"]
     header = ["", "tokens a step", "step, s", "tokens/s", "x plain", "exposed wait, s", "use of link"]
-    header += ["peak, GiB", "planned, GiB"]
+    header += ["unpacking", "peak, GiB", "planned, GiB"]
     rows = []
     for name, contender in record["contenders"].items():
         for tokens, own in sorted(contender.get("batches", {}).items(), key=lambda item: int(item[0])):
@@ -235,13 +248,14 @@ def make_tables(record: dict[str, Any]) -> str:
             if "step_s" in own:
                 cells += [f"{own['step_s']['median']:.3f}", f"{own['tokens_per_s']:,.0f}"]
                 cells += [show(own["times_plain"], "{:.2f}"), show(own["exposed_wait_s"], "{:.3f}")]
-                cells += [show(own["link_use"], "{:.0%}"), show(own["peak_bytes"], "{:.1f}", 2**30)]
+                cells += [show(own["link_use"], "{:.0%}"), show(own.get("unpacking_share"), "{:.0%}")]
+                cells += [show(own["peak_bytes"], "{:.1f}", 2**30)]
                 cells += [show(own["predicted_peak_bytes"], "{:.1f}", 2**30)]
             else:
-                cells += [own["error"], *[""] * 6]
+                cells += [own["error"], *[""] * 7]
             rows.append(cells)
         if "error" in contender:
-            rows.append([WAYS[name].title, "", contender["error"], *[""] * 6])
+            rows.append([WAYS[name].title, "", contender["error"], *[""] * 7])
     bars = []
     for title, one in record["bars"].items():
         limit = f"at least {one['at_least']:g}" if "at_least" in one else f"at most {one['at_most']:g}"
@@ -259,7 +273,14 @@ def make_tables(record: dict[str, Any]) -> str:
         f"{name}: {found['error'] if 'error' in found else 'passed' if found['differing'] == 0 else 'FAILED'}"
         for name, found in record["checks"].items()
     ]
+    unpacked = [
+        [name, f"{one['unpack_s']['median'] * 1e3:.3f}", f"{one['bytes_per_s'] / 1e9:.0f}"]
+        for name, one in record["unpacking"].items()
+        if name != "error"
+    ]
     tables = [format_table(header, rows), format_table(["bar", "limit", "found", "met"], bars)]
+    if unpacked:
+        tables.append(format_table(["largest linear unpacked", "ms", "GB/s written"], unpacked))
     return "\n\n".join([*tables, words, *checks])
 
 

@@ -10,10 +10,12 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,15 +32,16 @@ from contenders import (
     synchronize,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from random_base import LORA_R, SHAPES, Shape, write_base
+from random_base import LORA_R, SHAPES, WEIGHTS_STD, Shape, write_base
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import lorashard
 from lorashard.dist import ShardGroup
-from lorashard.engine import Stats
+from lorashard.engine import Packed, Stats
 from lorashard.engine.copies import allocate_host
 from lorashard.engine.streams import SideStream
+from lorashard.quantization.format import make_quantizer
 
 WARMUP_STEPS = 2
 PASSES = 2
@@ -61,8 +64,10 @@ def load_plain(folder: str, lora: LoraConfig, device: torch.device) -> PeftModel
     return load_on_host(folder, lora, device).to(device)
 
 
-def load_placed(placement: str, folder: str, lora: LoraConfig, device: torch.device) -> PeftModel:
-    return lorashard.load(folder, lora, placement, dtype=torch.bfloat16, device=device)
+def load_placed(
+    placement: str, folder: str, lora: LoraConfig, device: torch.device, quantization: str | None = None
+) -> PeftModel:
+    return lorashard.load(folder, lora, placement, dtype=torch.bfloat16, device=device, quantization=quantization)
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,17 @@ class Way:
 
 
 PLACEMENTS = {name: Way(f"lorashard, `{name}`", partial(load_placed, name)) for name in ("replicate", "host", "file")}
+QUANTIZED = {
+    f"{placement}_{quantization}": Way(
+        f"lorashard, `{placement}`, {quantization}", partial(load_placed, placement, quantization=quantization)
+    )
+    for quantization in ("nf4", "int8")
+    for placement in ("replicate", "host")
+}
 WAYS = {
     "peft": Way("plain PEFT, resident", load_plain),
     **PLACEMENTS,
+    **QUANTIZED,
     "fsdp2": Way("FSDP2, CPUOffloadPolicy", load_on_host, Fsdp2Offload, needs_ranks=True),
     "zero3": Way("DeepSpeed ZeRO-3, offload_param", load_on_host, Zero3Offload, needs_ranks=True),
 }
@@ -99,6 +112,7 @@ def run_job(job_path: str) -> None:
     """Do what the job says; report what was found, as far as it came."""
     job = json.loads(Path(job_path).read_text())
     jobs = {"prepare": prepare, "contender": measure_contender, "two_gloo_ranks": check_ranks, "nccl_alone": check_nccl}
+    jobs |= {"unpacking": measure_unpacking}
     found: dict[str, Any] = {}
     try:
         jobs[job["what"]](job, found, partial(report, job_path, found))
@@ -171,7 +185,7 @@ def measure_contender(job: dict[str, Any], found: dict[str, Any], save: Callable
     synchronize(device)
     found["load_s"] = time.monotonic() - begin_s
     found["allocated_bytes_after_load"] = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-    read_stats = partial(lorashard.stats, contender.model) if job["name"] in PLACEMENTS else None
+    read_stats = partial(lorashard.stats, contender.model) if job["name"] in PLACEMENTS | QUANTIZED else None
     if read_stats:
         names = ("bytes_at_rest", "host_bytes_at_rest", "slot_bytes", "num_slots", "num_resident")
         found["engine"] = {name: getattr(read_stats(), name) for name in names}
@@ -185,7 +199,10 @@ def measure_contender(job: dict[str, Any], found: dict[str, Any], save: Callable
             continue
         batches = make_batches(shape.size(rows, tokens), WARMUP_STEPS + job["steps"], 0, device)
         try:
-            found["batches"][name] = measure_batches(contender, read_stats, batches, job["deadline"], device)
+            own = found["batches"][name] = measure_batches(contender, read_stats, batches, job["deadline"], device)
+            if job["name"] in QUANTIZED:
+                own["unpacking_s"] = time_unpacking(contender, batches[0], device)
+                own["unpacking_share"] = own["unpacking_s"] / own["step_s"]["median"]
         except torch.OutOfMemoryError as error:
             found["batches"][name] = {"error": describe(error)}
             contender.optimizer.zero_grad(set_to_none=True)
@@ -249,6 +266,87 @@ def measure_batches(
         "allocations_after_first_step": sum(allocations[1:]) if is_cuda else None,
         "losses": losses,
     }
+
+
+class Stopwatch:
+    """Measures stretches of a stream's time on a GPU, or of the process's on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Begin a stretch, or end the one that has begun."""
+        if self._device.type == "cpu":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def read(self) -> list[float]:
+        """Return the seconds of each stretch."""
+        synchronize(self._device)
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        if self._device.type == "cpu":
+            return [end - begin for begin, end in pairs]
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
+
+
+def time_unpacking(contender: Contender, batch: Batch, device: torch.device) -> float:
+    """Return the seconds of one more step in which weights are unpacked."""
+    watch, unpack = Stopwatch(device), Packed._unpack
+
+    def timed(packed: Packed, index: int) -> torch.Tensor:
+        watch.mark()
+        numbers = unpack(packed, index)
+        watch.mark()
+        return numbers
+
+    with patch.object(Packed, "_unpack", timed):
+        contender.step(batch)
+        return sum(watch.read())
+
+
+def measure_unpacking(job: dict[str, Any], found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Measure how fast the largest linear of a layer is unpacked to bf16, by each format and way of doing it.
+
+    `nf4` takes bitsandbytes' kernel where that can be used, and `nf4, torch` never does.
+    """
+    device = start_alone(job["device"])
+    shape = SHAPES[job["shape"]]
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.empty(shape.intermediate, shape.hidden, dtype=torch.bfloat16, device=device)
+    weight.normal_(0, WEIGHTS_STD, generator=generator)
+    formats = {
+        "nf4": lorashard.Quantization("nf4"),
+        "nf4, torch": lorashard.Quantization("nf4"),
+        "nf4, double": lorashard.Quantization("nf4", double_quant=True),
+        "int8": lorashard.Quantization("int8"),
+        "fp8": lorashard.Quantization("fp8"),
+    }
+    expected: torch.Tensor | None = None
+    for name, quantization in formats.items():
+        with (
+            patch("lorashard.quantization.nf4.find_kernel", lambda *_: None) if name == "nf4, torch" else nullcontext()
+        ):
+            quantizer = make_quantizer(quantization)
+            numbers, scales = quantizer.quantize(weight.view(-1), weight.shape)
+            like = quantizer.parts(weight.shape)[0]
+            parts = [numbers.view(like.dtype).view(like.shape), *quantizer.keep_scales(scales)]
+            out = torch.empty_like(weight)
+            watch = Stopwatch(device)
+            for _ in range(3 + job["steps"]):
+                watch.mark()
+                quantizer.unpack(parts, out)
+                watch.mark()
+        seconds = watch.read()[3:]
+        found[name] = {"unpack_s": summarise(seconds), "bytes_per_s": out.nbytes / statistics.median(seconds)}
+        if name == "nf4":
+            expected = out
+        elif name == "nf4, torch":
+            found[name]["is_equal"] = expected is not None and torch.equal(out, expected)
+        save()
 
 
 def check_ranks(job: dict[str, Any], found: dict[str, Any], save: Callable[[], None]) -> None:

@@ -6,7 +6,8 @@
 All placements live side by side in one process group and take turns, a step each. A step is the same rows for all: in
 two microbatches, or for layer-major in one batch that goes through each layer in two parts. The floor of a placement is
 the larger of the time that computing takes (`replicate`'s step) and that of moving its bytes at the bandwidth that is
-measured here. Gradients of the first step are compared with `replicate`'s, bit for bit (layer-major: closely).
+measured here. Gradients of the first step are compared with `replicate`'s, bit for bit (layer-major: closely). A
+quantised base is compared with `replicate` in its own format.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 WARMUP_STEPS = 2
 MICROBATCHES = 2
+MEMORY_OF = ("replicate", "file", "shard", "host", "replicate, nf4", "shard, nf4", "shard, int8")
 LAYER_MAJOR_TOLERANCE = 0.02
 
 
@@ -52,6 +54,12 @@ class Variant:
     title: str
     options: dict[str, Any]
     is_layer_major: bool = False
+
+    @property
+    def reference(self) -> str:
+        """The variant that gathers and copies nothing, and gives the same gradients."""
+        quantization = self.options.get("quantization")
+        return f"replicate, {quantization}" if quantization else "replicate"
 
 
 @dataclass
@@ -71,6 +79,10 @@ def list_variants(batch_size: int) -> dict[str, Variant]:
             variants.append(Variant(title, {"placement": placement} | more))
         split = {"placement": placement, "layer_microbatch_size": batch_size}
         variants.append(Variant(f"{placement}, layer-major", split, is_layer_major=True))
+    for quantization in ("nf4", "int8"):
+        for placement in ("replicate", "shard", "host"):
+            options = {"placement": placement, "quantization": quantization}
+            variants.append(Variant(f"{placement}, {quantization}", options))
     return {variant.title: variant for variant in variants}
 
 
@@ -100,7 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         timed = launch(Path(__file__), job | {"measure": "time", "names": list(variants)}, args.world_size, args.device)
         memory = {
             name: launch(Path(__file__), job | {"measure": "memory", "names": [name]}, args.world_size, args.device)
-            for name in ("replicate", "file", "shard", "host")
+            for name in MEMORY_OF
         }
     tokens = MICROBATCHES * size.batch_size * size.sequence_tokens * args.world_size
     bandwidth = min(rank["gather_bytes_per_s"] for rank in timed)
@@ -108,10 +120,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     seconds = {
         name: [max(turn) for turn in zip(*(r["seconds"][name] for r in timed), strict=True)] for name in variants
     }
-    compute_s = statistics.median(seconds["replicate"])
     found = {}
     for name, own in seconds.items():
         engine = timed[0]["engine"][name]
+        compute_s = statistics.median(seconds[variants[name].reference])
         floor_s = max(compute_s, engine["gathered_bytes_per_step"] / bandwidth)
         ratios = [mine / other for mine, other in zip(own, seconds["replicate"], strict=True)]
         against_shard = [mine / other for mine, other in zip(own, seconds["shard"], strict=True)]
@@ -144,12 +156,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def make_table(record: dict[str, Any]) -> str:
     """Return the markdown table of a record, with a line that says what was measured."""
     config, hardware = record["config"], record["hardware"]
-    header = ["", "step, s", "tokens/s", "x replicate", "x floor", "exposed wait, s", "at rest + slots, MiB"]
-    header += ["anonymous memory, MiB"]
+    header = ["", "step, s", "tokens/s", "x replicate", "x floor", "exposed wait, s", "gathered a step, MiB"]
+    header += ["copied a step, MiB", "at rest + slots + workspace, MiB", "anonymous memory, MiB"]
     rows = []
     for name, found in record["variants"].items():
         engine = found["engine"]
         num_bytes = engine["bytes_at_rest"] + engine["host_bytes_at_rest"] + engine["slot_bytes"]
+        num_bytes += engine.get("workspace_bytes", 0)
         rows.append(
             [
                 name,
@@ -158,6 +171,8 @@ def make_table(record: dict[str, Any]) -> str:
                 f"{found['times_replicate']['median']:.2f}",
                 f"{found['times_floor']:.2f}",
                 f"{found['exposed_wait_s']['median']:.2f}",
+                in_mib(engine["gathered_bytes_per_step"]),
+                in_mib(engine["copied_bytes_per_step"]),
                 in_mib(num_bytes),
                 in_mib(found["memory_bytes"]["peak"]) if "memory_bytes" in found else "",
             ]
@@ -251,15 +266,15 @@ def measure_time(job: dict[str, Any], size: ModelSize, device: torch.device) -> 
 
 
 def compare_gradients(models: dict[str, Any], variants: dict[str, Variant]) -> dict[str, float]:
-    """Return the largest relative difference from `replicate`'s gradients; stop if one is wrong."""
-    expected = [parameter.grad for parameter in trainable_parameters(models["replicate"])]
+    """Return the largest relative difference from the gradients of each one's reference; stop if one is wrong."""
     errors = {}
     for name, model in models.items():
+        expected = [parameter.grad for parameter in trainable_parameters(models[variants[name].reference])]
         found = [parameter.grad for parameter in trainable_parameters(model)]
         pairs = [(a.float(), b.float()) for a, b in zip(found, expected, strict=True)]
         errors[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
         allowed = LAYER_MAJOR_TOLERANCE if variants[name].is_layer_major else 0.0
-        assert errors[name] <= allowed, f"{name}: a gradient differs from replicate's by {errors[name]:.2e}"
+        assert errors[name] <= allowed, f"{name}: a gradient differs from its reference's by {errors[name]:.2e}"
     return errors
 
 
@@ -272,6 +287,7 @@ def count_per_step(before: Any, after: Any, num_steps: int) -> dict[str, float]:
         "bytes_at_rest": after.bytes_at_rest,
         "host_bytes_at_rest": after.host_bytes_at_rest,
         "slot_bytes": after.slot_bytes,
+        "workspace_bytes": after.workspace_bytes,
     }
 
 

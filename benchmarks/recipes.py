@@ -41,6 +41,7 @@ def make_recipe(path: Path) -> str:
     plan = plan_run(local, Cluster(gpu, gpus, nodes, usable_bytes(gpu.memory_bytes)))
     row = plan.choice
     parts = {"base": row.rest_bytes, "slots": row.slot_bytes, "adapter and optimizer": row.adapter_bytes}
+    parts |= {"workspace": row.workspace_bytes} if row.workspace_bytes else {}
     parts |= {"activations": row.activation_bytes, "logits": row.logits_bytes}
     figures = ", ".join(f"{name} {num_bytes / 2**30:.1f}" for name, num_bytes in parts.items())
     run = f"finetune --config {path.relative_to(ROOT)} --dataset D --output_dir O"

@@ -1,4 +1,5 @@
-"""Predict how training scales from 1 to 1,024 GPUs, flat against hybrid sharding: `docs/scaling.md`.
+"""Predict how training scales from 1 to 1,024 GPUs, flat against hybrid sharding, and what fits on cards of 24 GB in
+bf16 and in nf4: `docs/scaling.md`.
 
     python benchmarks/scaling.py                   write docs/scaling.md from the record
     python benchmarks/scaling.py --trace           trace the models anew first, and write the record
@@ -31,6 +32,7 @@ from lorashard.plan.hardware import Cluster, find_gpu_type, usable_bytes
 from lorashard.plan.size import ModelSize, build_meta_model, measure_model
 from lorashard.plan.trace import Microbatch, trace
 from lorashard.plan.tracker import Work
+from lorashard.quantization.options import Quantization
 
 RECORD = RECORDS / "scaling-activations.json"
 DOCUMENT = ROOT / "docs" / "scaling.md"
@@ -41,10 +43,20 @@ TOKENS = (1024, 8192)
 # The shapes of the Llama 3.1 family: layers, hidden size, intermediate size, attention heads.
 SHAPES = {"8B": (32, 4096, 14336, 32), "70B": (80, 8192, 28672, 64), "405B": (126, 16384, 53248, 128)}
 LORA = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+# What is planned for cards of 24 GB, and on how many of them; the mixture of experts has LoRA on the attention alone.
+CARD_TYPE = "rtx4090"
+CARD_TOKENS = 1024
+MIXTURE = "30B-A3B"
+CARDS = (("8B", (1,)), (MIXTURE, (1, 2)), ("70B", (1, 2, 4)))
+FORMATS = {"bf16": None, "nf4": Quantization("nf4")}
 
 
 def build(name: str) -> PeftModel:
-    """Return a model of SHAPES with its adapter, on the meta device."""
+    """Return a model of SHAPES, or the mixture, with its adapter, on the meta device."""
+    if name == MIXTURE:
+        folder = ROOT / "tests" / "models" / "Qwen" / "Qwen3-30B-A3B"
+        lora = LORA | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+        return build_meta_model(str(folder), LoraConfig(**lora), torch.bfloat16)
     num_layers, hidden_size, intermediate_size, num_heads = SHAPES[name]
     config = LlamaConfig(
         vocab_size=128256,
@@ -62,17 +74,25 @@ def build(name: str) -> PeftModel:
 
 def trace_all() -> dict[str, dict[str, Any]]:
     """Return the activations of one row of TOKENS tokens, by model and tokens; one layer stands for all."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in SHAPES:
-        for num_tokens in TOKENS:
-            values = dataclasses.asdict(trace(build(name), Microbatch(1, num_tokens)))
-            values["forward"], values["backward"] = values["forward"][-1], values["backward"][-1]
-            found.setdefault(name, {})[str(num_tokens)] = values
-    return found
+    return {name: {str(num_tokens): _trace(name, num_tokens) for num_tokens in TOKENS} for name in SHAPES}
+
+
+def trace_cards() -> dict[str, dict[str, Any]]:
+    """Return the activations of one row of CARD_TOKENS tokens, by model and format."""
+    return {
+        name: {label: _trace(name, CARD_TOKENS, quantization) for label, quantization in FORMATS.items()}
+        for name, _ in CARDS
+    }
+
+
+def _trace(name: str, num_tokens: int, quantization: Quantization | None = None) -> dict[str, Any]:
+    values = dataclasses.asdict(trace(build(name), Microbatch(1, num_tokens), quantization))
+    values["forward"], values["backward"] = values["forward"][-1], values["backward"][-1]
+    return values
 
 
 def read_activations(values: dict[str, Any], num_layers: int) -> Activations:
-    """Return what `trace_all` kept."""
+    """Return what was kept of a trace."""
     layers = {way: (Work(**values[way]),) * num_layers for way in ("forward", "backward")}
     return Activations(**values | layers | {"rest": Work(**values["rest"])})
 
@@ -122,6 +142,24 @@ def show_network(row: Row, cluster: Cluster) -> str:
     return f"{row.gathered_bytes * (cluster.num_nodes - 1) / cluster.num_nodes / 2**30:,.0f}"
 
 
+def make_card_rows(activations: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield a row of the table for each model, number of cards and format."""
+    hardware = find_gpu_type(CARD_TYPE)
+    for name, counts in CARDS:
+        model = build(name)
+        sizes = {label: measure_model(model, quantization) for label, quantization in FORMATS.items()}
+        for num_gpus in counts:
+            for label, size in sizes.items():
+                workload = Workload(read_activations(activations[name][label], len(size.layers)), CARD_TOKENS)
+                cluster = Cluster(hardware, num_gpus, 1, usable_bytes(hardware.memory_bytes))
+                row = make_plan(size, workload, cluster).choice
+                cells = [f"{name}, {label}", str(num_gpus), name_placement(row.placement, num_gpus)]
+                host_bytes = row.host_bytes * num_gpus + row.file_bytes
+                sizes_bytes = (size.base_bytes, row.peak_bytes, host_bytes, row.copied_bytes)
+                cells += [f"{num_bytes / 2**30:,.1f}" for num_bytes in sizes_bytes]
+                yield [*cells, f"{row.tokens_per_s:,.0f}", f"{row.wait_s / row.step_s:.0%}"]
+
+
 def render(record: dict[str, Any]) -> str:
     """Return docs/scaling.md."""
     hardware = find_gpu_type(GPU_TYPE)
@@ -150,6 +188,29 @@ def render(record: dict[str, Any]) -> str:
             activations = read_activations(record["activations"][name][str(num_tokens)], len(size.layers))
             rows = list(make_rows(size, activations, num_tokens))
             parts += [f"## {name}, {num_tokens:,} tokens on each GPU a step", format_table(header, rows)]
+    card = find_gpu_type(CARD_TYPE)
+    parts += [
+        CARDS_HEAD.format(
+            tokens=CARD_TOKENS,
+            gpu_type=CARD_TYPE,
+            free=usable_bytes(card.memory_bytes) / 2**30,
+            host=card.host_bytes_per_s / 1e9,
+        ),
+        format_table(
+            (
+                "model",
+                "cards",
+                "the plan's choice",
+                "base, GiB",
+                "peak of a card, GiB",
+                "host memory in all, GiB",
+                "copied to each card a step, GiB",
+                "tokens/s of all",
+                "waits",
+            ),
+            make_card_rows(record["cards"]),
+        ),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -168,6 +229,15 @@ Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, activation checkp
 never crosses the network; that is the default. *Waits* is the share of a step that waits for the base. The last two
 columns are what each node receives of the base in a step."""
 
+CARDS_HEAD = """## Cards of 24 GB: bf16 and nf4, {tokens:,} tokens on each a step
+
+{gpu_type}, of which {free:.1f} GiB can be planned with, and {host:.0f} GB/s from the host's memory, whose size is not
+known: compare it with the column. The 8B and the 70B as above; 30B-A3B is Qwen3's, a mixture of experts, with LoRA on
+the attention alone. In nf4 the linear weights of decoder layers and the experts have 4.5 bits, and are unpacked by each
+operation that reads them, in forward, recomputation and backward; that is in the time, at the speed of the card's
+memory. `lorashard plan --model meta-llama/Llama-3.3-70B-Instruct --gpu_type {gpu_type} --gpus 2 --quantization nf4
+--per_device_train_batch_size 1` shows every placement."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -178,7 +248,8 @@ def main() -> None:
         print(render(json.loads(arguments.table.read_text())))
         return
     if arguments.trace:
-        write_record({"environment": describe_environment(), "activations": trace_all()}, RECORD)
+        traced = {"activations": trace_all(), "cards": trace_cards()}
+        write_record({"environment": describe_environment(), **traced}, RECORD)
     DOCUMENT.write_text(render(json.loads(RECORD.read_text())))
     print(f"wrote {DOCUMENT}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["load", "load_adapter", "merge", "shard", "stats"]
+__all__ = ["Quantization", "load", "load_adapter", "merge", "shard", "stats"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.state import DistributedType, PartialState
-from peft import PeftConfig, PeftModel, TaskType
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 
 from . import dist
 from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
+from .initialisation import is_derived
+from .merging.derived import derive
 from .merging.merge import MergeReport, merge_checkpoint, merge_live
+from .merging.requantized import choose_requantization
 from .model.adapters import base_test
 from .model.adding import follow_added_adapters, share_adapters
 from .model.backward import end_backward_at_adapters
 from .model.checkpoint import Checkpoint, resolve_folder
 from .model.checkpointing import checkpoint_some
-from .model.compiling import compile_layers, read_compile_options
+from .model.compiling import compile_layers, read_compile_options, refuse_quantized
 from .model.homes import ShardedHomes, choose_resident
-from .model.identity import BaseIdentity
+from .model.identity import BaseIdentity, read_quantized_form
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
-from .model.refusals import check_config
-from .model.saved import find_adapter, find_base, read_config
-from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, shard_structure
+from .model.quantizing import quantize_structure
+from .model.refusals import check_config, check_unquantized
+from .model.saved import choose_quantization, find_adapter, find_base, read_config
+from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, remember_quantization, shard_structure
 from .model.sources import MemorySource
 from .model.stacks import find_layers, name_units
 from .model.units import find_structure
@@ -47,6 +51,8 @@ from .plan.inference import plan_inference
 from .plan.trace import Microbatch
 from .plugins import explain_plugin, refuse_plugins
 from .profiling import StepProfiler
+from .quantization.options import Quantization as Quantization
+from .quantization.options import read_quantization
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +67,8 @@ def load(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     device: torch.device | None = None,
+    quantization: str | Quantization | None = None,
+    cache_quantized: bool = False,
     per_device_train_batch_size: int | None = None,
     max_length: int | None = None,
     activation_checkpointing: bool = True,
@@ -68,6 +76,7 @@ def load(
     torch_compile: bool | Mapping[str, Any] = False,
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
+    progress: Callable[[int, int | None, str], None] | None = None,
     **placement_options: Any,
 ) -> PeftModel:
     """Load a checkpoint with its frozen base sharded and a new adapter on top.
@@ -78,11 +87,16 @@ def load(
     Args:
         model_name_or_path: a local folder or a hub id, with safetensors files.
         lora: what PEFT puts on top. The auto class follows its `task_type`: causal LM, or sequence classification.
+            PiSSA and OLoRA rewrite the base: a copy of it is derived once and kept, see docs/peft.md.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`;
             or one that is planned already, with nothing left to choose.
         dtype: the base's, which is also what it computes in.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+        quantization: `nf4`, `int8` or `fp8`: the linear weights of decoder layers, and experts, are quantised while
+            they are read; or a `lorashard.Quantization`, which has what is rarely asked for.
+        cache_quantized: keep the quantised base on the disk, so that the next start reads that. One that is there is
+            read whether or not it is asked for.
         per_device_train_batch_size: rows of a microbatch, as the trainer will be told. With `max_length` it lets
             `auto` plan for the memory and speed of these ranks, and say why it takes what it takes.
         max_length: tokens of the longest row, padding included.
@@ -93,14 +107,16 @@ def load(
         profile_steps: optimizer steps to trace on each rank, such as `3-5`, counted from 1. What they took, and where
             the time went, is written when the last of them ends.
         profile_dir: the folder for it: `rank_K.json` of each rank, and `summary.md`.
+        progress: told on this rank how much is there, of how much, and of what: "bytes" while weights are downloaded,
+            "units" of the model while they are read.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`, `unit_paths`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
-        ConfigError: a placement that cannot be, an unknown task, an adapter that rewrites the base, or ranks that
-            accelerate does not see.
+        ConfigError: a placement that cannot be, an unknown task, an adapter that rewrites the base in another way, or
+            ranks that accelerate does not see.
 
     Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
     Memory: never more than one unit beyond this rank's shards and slots.
@@ -113,9 +129,23 @@ def load(
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
     device = device or own_device
-    compiling = read_compile_options(torch_compile, device)
+    compiling = read_compile_options(torch_compile, device, read_quantization(quantization))
+    derived = None
+    if is_derived(getattr(lora, "init_lora_weights", None)):
+        derived = derive(
+            str(model_name_or_path),
+            cast(LoraConfig, lora),
+            device,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            num_labels=num_labels,
+            progress=progress,
+        )
+        model_name_or_path, revision, lora = str(derived.folder), None, derived.lora
     if isinstance(asked, PlacementOptions) and asked.is_placement_open and per_device_train_batch_size and max_length:
-        base = BaseModel(str(model_name_or_path), lora, dtype, revision, trust_remote_code, attn_implementation)
+        meant = read_quantization(quantization)
+        base = BaseModel(str(model_name_or_path), lora, dtype, revision, trust_remote_code, attn_implementation, meant)
         microbatch = Microbatch(
             per_device_train_batch_size,
             max_length,
@@ -135,7 +165,11 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
+        adapter=derived.initial_adapter if derived else None,
         num_labels=num_labels,
+        quantization=read_quantization(quantization),
+        cache_quantized=cache_quantized,
+        progress=progress,
     )
     return _profiled(_finish(model, resolved, compiling), profiled, profile_dir)
 
@@ -150,6 +184,7 @@ def load_adapter(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     device: torch.device | None = None,
+    quantization: str | Quantization | None = None,
     is_trainable: bool = False,
     allow_base_mismatch: bool = False,
     num_cached_tokens: int = 8192,
@@ -163,6 +198,7 @@ def load_adapter(
         base: where the base is, if not where the adapter says.
         placement: as for `load`. With `auto` the base is whole on each device if it fits, and else as much of it as
             does; on a CPU it is read from its own files.
+        quantization: what the base is quantised to, as for `load`, or "none"; not given: what it was in training.
         num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
         torch_compile: as for `load`; layers that fill a key-value cache, as in `generate`, run uncompiled.
 
@@ -183,8 +219,9 @@ def load_adapter(
         raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")
     config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
     device = join_launch() if device is None else device
-    compiling = read_compile_options(torch_compile, device)
-    described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation)
+    meant = choose_quantization(folder, quantization)
+    compiling = read_compile_options(torch_compile, device, meant)
+    described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation, meant)
     resolved = plan_inference(described, asked, device, num_cached_tokens)
     model = load_sharded(
         base,
@@ -197,6 +234,7 @@ def load_adapter(
         attn_implementation=attn_implementation,
         adapter=folder,
         allow_base_mismatch=allow_base_mismatch,
+        quantization=meant,
     )
     if not is_trainable:
         model.eval().requires_grad_(False)
@@ -208,6 +246,7 @@ def shard(
     placement: str = "auto",
     *,
     device: torch.device | None = None,
+    quantization: str | Quantization | None = None,
     torch_compile: bool | Mapping[str, Any] = False,
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
@@ -219,11 +258,14 @@ def shard(
         model: every rank holds the same base; adapters may differ and are overwritten by rank 0's.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host` or `auto`.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
+        quantization: as for `load`. What PEFT has made of the base's numbers already (DoRA's magnitudes, whole modules
+            that train) stays as it is.
         torch_compile, profile_steps, profile_dir: as for `load`.
         **placement_options: as for `load`.
 
     Raises:
-        ConfigError: a placement that cannot be (`file` needs files: see `load`), or ranks that accelerate does not see.
+        ConfigError: a placement that cannot be (`file` needs files: see `load`), a base that another library has
+            quantised, or ranks that accelerate does not see.
         CheckpointError: the model's structure is not recognised.
 
     Ranks: collective over all ranks.
@@ -238,18 +280,22 @@ def shard(
         )
     if any(ENGINE_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigError(f"this {type(model).__name__} is sharded already: call lorashard.shard once")
+    meant = read_quantization(quantization)
     for config in model.peft_config.values():
-        check_config(config, is_in_memory=True)
+        check_config(config, is_in_memory=True, quantization=meant)
+    check_unquantized(model, base_test(model))
     own_device = join_launch()
     device = device or own_device
-    compiling = read_compile_options(torch_compile, device)
+    compiling = read_compile_options(torch_compile, device, meant)
     resolved = _resolve(options)
     name_units(model, resolved.unit_paths)
     structure = find_structure(model, base_test(model))
+    quantize_structure(structure, meant)
     group = dist.ShardGroup.of_size(resolved.group_size)
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch)
+    remember_quantization(model, meant)
     return _profiled(_finish(model.to(device), resolved, compiling), profiled, profile_dir)
 
 
@@ -261,6 +307,8 @@ def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Pat
 
 def _finish(model: PeftModel, resolved: ResolvedPlacement, compiling: Mapping[str, Any] | None) -> PeftModel:
     if compiling is not None:
+        base = base_of(model)
+        refuse_quantized(base.quantization if base else None)  # files that are quantised already
         compile_layers(find_layers(model), compiling)
     if resolved.layer_microbatch_size is not None:
         split_layers(find_layers(model), resolved.layer_microbatch_size)
@@ -282,19 +330,28 @@ def merge(
     revision: str | None = None,
     trust_remote_code: bool = False,
     allow_base_mismatch: bool = False,
+    quantization: str | Quantization | None = None,
+    requantize: str | Quantization | None = None,
     device: torch.device | None = None,
+    advance: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
     """Write an adapter merged into its base as a model of its own, a unit at a time.
 
     The weights equal those of PEFT's `merge_and_unload` on the same device, bit for bit, under the names that they have
-    in the base's files. Where an adapter changes one of two tied weights they are untied, which a warning says.
+    in the base's files. An adapter of a quantised base is merged into its dequantised weights, and those without an
+    adapter are written dequantised too, so that the merged model is the trained one. Where an adapter changes one of
+    two tied weights they are untied, which a warning says.
 
     Args:
         adapter: a folder or hub id as for `load_adapter`; or a live model from this module, which stays as it is.
         out: a folder that does not exist or is empty; it appears when it is complete.
         base: where the base is, if not where the adapter says; for a live model it is known.
         dtype: what is computed in and written; the default is the base's own, a live model's what it computes in.
+        quantization: what the base is quantised to first; not given: what it was in training; "none" merges into the
+            original weights.
+        requantize: quantise what is merged, `nf4` or `int8`, and write it as bitsandbytes does; transformers loads it.
         max_shard_size: of each file, in bytes or such as "5GB".
+        advance: of an adapter that is saved: told how many units of how many are merged, as it goes.
 
     Raises:
         ConfigError: PEFT cannot merge the adapter, it was trained on another base, or `out` holds something.
@@ -306,10 +363,20 @@ def merge(
     if isinstance(adapter, PeftModel):
         if base or revision or device or allow_base_mismatch:
             raise ConfigError("base, revision, device, allow_base_mismatch: a live model has its own; leave them out")
+        loaded = base_of(adapter)
+        if quantization not in (None, "none"):
+            raise ConfigError("quantization: a live model's base is what it is; expected none or nothing, to merge it")
         return merge_live(
-            adapter, Path(out), dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
+            adapter,
+            Path(out),
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            is_dequantized=quantization is None,
+            requantize=choose_requantization(loaded.quantization if loaded else None, requantize),
         )
     folder = find_adapter(adapter)
+    trained_on, trained_dtype = read_quantized_form(folder)
     base, revision = find_base(folder, read_config(folder), base, revision)
     device = join_launch() if device is None else device
     base_folder = resolve_folder(base, revision)
@@ -324,6 +391,10 @@ def merge(
         max_shard_size=max_shard_size,
         device=device,
         trust_remote_code=trust_remote_code,
+        quantization=choose_quantization(folder, quantization),
+        quantized_dtype=trained_dtype,
+        requantize=choose_requantization(trained_on, requantize),
+        advance=advance,
     )
 
 

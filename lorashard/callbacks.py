@@ -1,4 +1,4 @@
-"""What a run hangs on TRL's trainer: what is logged is written down, the heartbeat told, a few steps profiled."""
+"""What a run hangs on TRL's trainer: what is logged is written down, steps are counted, a few are profiled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from peft import PeftModel
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from . import api
 from .config import RunConfig
 from .generation import SampleCallback
-from .heartbeat import Heartbeat
+from .measuring import RankMeter
 from .profiling import StepProfiler
-from .runs import Run, measure_rank
+from .runs import Run
 from .trackers import drop_refused_trackers
 
 
@@ -21,25 +22,22 @@ def add_callbacks(
     trainer: Trainer,
     config: RunConfig,
     run: Run,
-    heartbeat: Heartbeat,
+    meter: RankMeter,
     model: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     samples_chat: bool,
-    base_bytes: int,
     tell: Callable[[str], None],
 ) -> None:
     """Give a trainer the callbacks that a run's options ask for.
 
     Args:
         samples_chat: whether `sample_prompts` are turns of a conversation.
-        base_bytes: of the whole base.
         tell: shows a line to the person, on one rank.
     """
     callbacks = trainer.callback_handler.callbacks
     # First, so that trackers and the progress bar see what it adds to a log line.
-    callbacks.insert(0, RunCallback(run, model, base_bytes))
-    trainer.add_callback(HeartbeatCallback(heartbeat))
+    callbacks.insert(0, RunCallback(run, meter))
     drop_refused_trackers(callbacks, trainer.args.report_to, run.folder, tell)
     if config.profile_range is not None:
         profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
@@ -77,44 +75,34 @@ class EarlyStopping(EarlyStoppingCallback):
         control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
 
 
-class HeartbeatCallback(TrainerCallback):
-    """Tells the heartbeat what the trainer does."""
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._heartbeat.note("train", state.global_step + 1)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if control.should_evaluate:
-            self._heartbeat.note("evaluate", state.global_step)
-        elif control.should_save:
-            self._heartbeat.note("save", state.global_step)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        if control.should_save:
-            self._heartbeat.note("save", state.global_step)
-
-
 class RunCallback(TrainerCallback):
-    """Adds tokens per second to what the trainer logs, and writes it down."""
+    """Adds tokens per second to what the trainer logs, writes it down, and says which steps and batches are done."""
 
-    def __init__(self, run: Run, model: PeftModel, base_bytes: int) -> None:
+    def __init__(self, run: Run, meter: RankMeter) -> None:
         self._run = run
-        self._engine = api.engine_of(model)
-        self._base_bytes = base_bytes
+        self._meter = meter
         self._last: tuple[float, float] | None = None
         self._step_end_s = 0.0
+        self._num_batches = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last = (time.perf_counter(), 0.0)
-        self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
+        self._run.note_step(state.global_step, state.max_steps)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._run.note_step(state.global_step, state.max_steps)
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._run.note_step(state.global_step, state.max_steps)
         self._step_end_s = time.perf_counter()
 
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        self._num_batches += 1
+        total = len(eval_dataloader) if has_length(eval_dataloader) else None
+        self._run.status.advance(self._num_batches, total, "batches")
+
     def on_evaluate(self, args, state, control, **kwargs):
+        self._num_batches = 0
         self._leave_out_pause()
 
     def on_save(self, args, state, control, **kwargs):
@@ -135,5 +123,4 @@ class RunCallback(TrainerCallback):
             logs["tokens_per_s"] = round((num_tokens - last_tokens) / (now_s - last_s), 1)
             self._last = (now_s, num_tokens)
         self._run.add_metrics({"step": state.global_step, "time": time.time()} | logs)
-        self._run.add_rank_line({"step": state.global_step} | measure_rank(self._engine, self._base_bytes))
-        self._run.set_status("train", step=state.global_step, max_steps=state.max_steps)
+        self._run.add_rank_line({"step": state.global_step} | self._meter.read())

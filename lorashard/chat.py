@@ -1,38 +1,33 @@
-"""Talk to an adapter: lines from the terminal, answers as they come, the same on every rank."""
+"""Talk to an adapter: questions from a person or a program, answers as they come, the same on every rank."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TextIO
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from . import dist
+from .chat_lines import Answered, Ask, Listener, open_listener
 from .data.formats import Message
 from .data.prompts import PromptWriter
 from .data.sources import BadRow
 from .errors import DataError
 from .generation import Generator, check_length, describe_placement, read_sampling
-from .output import RESULT_FILE_VARIABLE, say
+from .output import say
 from .use import load_for_use, load_saved_tokenizer
-from .use_options import ChatOptions
+from .use_options import ChatOptions, Source
 
 _CACHED_TOKENS = 8192
-# Ranks wait for what the person types in a collective, which gives up after some minutes: rank 0 speaks before that.
+# Ranks wait for what is asked in a collective, which gives up after some minutes: rank 0 speaks before that.
 _PATIENCE_S = 60.0
-_READ_BYTES = 65536
 
 
 def chat(options: ChatOptions) -> None:
-    """Answer what is typed until the input ends or `/exit`; `/reset` forgets the conversation.
+    """Answer what is asked until no more is to come.
 
     Raises:
         UserError: a mistake in the options or the adapter; all ranks raise alike.
@@ -45,88 +40,153 @@ def chat(options: ChatOptions) -> None:
     _check_system(options, writer)
     model = load_for_use(options.adapter, options, _CACHED_TOKENS)
     rank = dist.get_rank()
-    say(rank, describe_placement(model))
-    conversation = _Conversation(options, model, tokenizer, writer)
-    is_alone = not conversation.is_collective
+    placement = describe_placement(model)
+    say(rank, placement)
+    speaker = _Speaker(options, model, tokenizer, writer)
+    is_alone = not speaker.is_collective
     if is_alone and rank != 0:
         return
     if is_alone and dist.get_world_size() > 1:
         say(rank, "with this placement rank 0 answers alone, and the other ranks have ended")
-    say(rank, "type, and end with /exit; /reset forgets the conversation")
-    if tokenizer.chat_template is None:
-        say(rank, "the tokenizer has no chat template: each line is a text to go on with, and none is remembered")
-    with _open_terminal() if rank == 0 else nullcontext() as terminal:
+    with open_listener(options) if rank == 0 else nullcontext() as listener:
+        if listener is not None:
+            listener.greet(placement, tokenizer.chat_template is not None)
         while True:
-            line = terminal.read_line(_PATIENCE_S) if terminal is not None else None
-            line = line if is_alone else dist.broadcast_object(line)
-            if line is None or line.strip() == "/exit":
+            ask = listener.read(_PATIENCE_S) if listener is not None else None
+            ask = ask if is_alone else dist.broadcast_object(ask)
+            if ask is None:
                 return
-            if line.strip() == "/reset":
-                conversation.reset()
-                say(rank, "the conversation begins anew")
-            elif line.strip():
-                conversation.answer(line, terminal)
+            if ask.kind == "reset":
+                speaker.reset()
+                if listener is not None:
+                    listener.tell_reset()
+            elif ask.kind == "answer":
+                speaker.answer(ask, listener)
 
 
-class _Conversation:
-    """What has been said, and the model that goes on with it."""
+class _Speaker:
+    """The model that answers, and what has been said.
+
+    To a person one conversation is kept, which goes on with the last answer; to a program one for each source.
+    """
 
     def __init__(
         self, options: ChatOptions, model: PeftModel, tokenizer: PreTrainedTokenizerBase, writer: PromptWriter
     ) -> None:
-        self._options = options
         self._model = model
         self._tokenizer = tokenizer
         self._writer = writer
-        stop_ids = writer.find_stop_ids()
-        self._generator = Generator(model, tokenizer, options.max_new_tokens, stop_ids, read_sampling(options))
-        self.is_collective = self._generator.is_collective
+        self._stop_ids = writer.find_stop_ids()
+        self._is_for_program = options.as_json
+        self.is_collective = self._build_generator(options).is_collective
         self._num_answers = 0
         self.reset()
 
     def reset(self) -> None:
-        self._messages = _begin(self._options)
+        """Forget what has been said."""
+        self._turns: dict[str, list[Message]] = {}
 
-    def answer(self, line: str, terminal: _Terminal | None) -> None:
-        """Answer a line, and remember both; a line that cannot be answered is named and forgotten.
+    def answer(self, ask: Ask, listener: Listener | None) -> None:
+        """Answer, and remember what is to be remembered; what cannot be answered is refused and forgotten.
 
         Ranks: collective over all ranks where base units are gathered.
         """
-        is_chat = self._tokenizer.chat_template is not None
-        messages = [*self._messages, {"role": "user", "content": line}]
         try:
-            token_ids = self._writer.write(messages if is_chat else line)
-            check_length(self._model, len(token_ids), self._options.max_new_tokens, "the conversation")
+            prompts = {source: self._write(ask, source) for source in ask.sources}
         except (BadRow, DataError) as error:
-            say(dist.get_rank(), f"not answered: {error}; /reset begins anew")
+            if listener is not None:
+                listener.refuse(str(error))
             return
         self._num_answers += 1
-        if self._options.compare:
-            self._generate(token_ids, terminal, is_base=True, label="[base] ")
-        label = "[adapter] " if self._options.compare else ""
-        new = self._generate(token_ids, terminal, self._options.base_only, label)
-        if is_chat:
-            content = self._tokenizer.decode(new, skip_special_tokens=True)
-            self._messages = [*messages, {"role": "assistant", "content": content}]
+        is_kept = ask.conversations is None and self._tokenizer.chat_template is not None
+        is_cancelled = False
+        for source, (messages, token_ids) in prompts.items():
+            begin_s = time.perf_counter()
+            if listener is not None:
+                listener.begin(source)
+            new: list[int] = []
+            if not is_cancelled:
+                new, is_cancelled = self._generate(ask, source, token_ids, listener)
+            if listener is not None:
+                seconds = time.perf_counter() - begin_s
+                is_cut = len(new) == ask.options.max_new_tokens
+                listener.end(Answered(source, len(new), seconds, is_cut, is_cancelled))
+            if is_kept and (new or not is_cancelled):
+                content = self._tokenizer.decode(new, skip_special_tokens=True)
+                self._turns[self._name_turns(source)] = [*messages, {"role": "assistant", "content": content}]
 
-    def _generate(self, token_ids: list[int], terminal: _Terminal | None, is_base: bool, label: str) -> list[int]:
+    def _write(self, ask: Ask, source: Source) -> tuple[list[Message], list[int]]:
+        """Return the conversation up to here but for the system's message, and all of it as tokens."""
+        messages = [*self._turns.get(self._name_turns(source), []), {"role": "user", "content": ask.content}]
+        if ask.conversations is not None:
+            token_ids = self._writer.write(ask.conversations[source])
+        elif self._tokenizer.chat_template is not None:
+            token_ids = self._writer.write([*_begin(ask.options), *messages])
+        else:
+            token_ids = self._writer.write(ask.content)
+        check_length(self._model, len(token_ids), ask.options.max_new_tokens, "the conversation")
+        return messages, token_ids
+
+    def _name_turns(self, source: Source) -> str:
+        return source if self._is_for_program else ""
+
+    def _generate(
+        self, ask: Ask, source: Source, token_ids: list[int], listener: Listener | None
+    ) -> tuple[list[int], bool]:
+        """Return the new tokens, and whether they were cancelled before their end."""
+        generator = self._build_generator(ask.options)
         streamer = None
-        if terminal is not None:
-            terminal.write(label)
-            streamer = _Streamer(self._tokenizer, terminal, self._generator.stop_ids)
-        torch.manual_seed(self._options.seed + self._num_answers)
-        with self._model.disable_adapter() if is_base else nullcontext():
-            new = self._generator.generate([token_ids], streamer)[0]
-        # What is said next depends on it: rank 0's, which the person has read, is what was said.
-        return dist.broadcast_object(new) if self.is_collective else new
+        if listener is not None:
+            streamer = _Streamer(self._tokenizer, lambda text: listener.add(source, text), generator.stop_ids)
+        cancel = _Cancel(listener.is_cancelled if listener is not None else lambda: False, self.is_collective)
+        torch.manual_seed(ask.options.seed + self._num_answers if ask.seed is None else ask.seed)
+        with (
+            self._model.disable_adapter() if source == "base" else nullcontext(),
+            cancel.watching(self._model) if self._is_for_program else nullcontext(),
+        ):
+            new = generator.generate([token_ids], streamer, StoppingCriteriaList([cancel]))[0]
+        # What is said next depends on it: rank 0's, which has been read, is what was said.
+        return dist.broadcast_object((new, cancel.is_set)) if self.is_collective else (new, cancel.is_set)
+
+    def _build_generator(self, options: ChatOptions) -> Generator:
+        return Generator(self._model, self._tokenizer, options.max_new_tokens, self._stop_ids, read_sampling(options))
+
+
+class _Cancel(StoppingCriteria):
+    """Ends an answer that nobody wants any more, on all ranks.
+
+    Rank 0 hears of it, and tells the others before each forward: there all ranks meet, also one whose answer has ended
+    and which goes on for the others' sake. Such a rank asks no stopping criterion.
+    """
+
+    def __init__(self, is_asked: Callable[[], bool], is_collective: bool) -> None:
+        self._is_asked = is_asked
+        self._is_collective = is_collective
+        self.is_set = False
+
+    @contextmanager
+    def watching(self, model: PeftModel) -> Iterator[None]:
+        """Ask before each forward of the model whether the answer is still wanted."""
+        hook = model.get_base_model().register_forward_pre_hook(self._look)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _look(self, *_: object) -> None:
+        is_set = self.is_set or self._is_asked()
+        self.is_set = dist.broadcast_object(is_set) if self._is_collective else is_set
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.is_set, dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer(TextStreamer):
-    """Writes tokens as they come, but for the prompt's and what ends the answer."""
+    """Hands text on as tokens come, but for the prompt's and what ends the answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, terminal: _Terminal, stop_ids: list[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, add: Callable[[str], None], stop_ids: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._terminal = terminal
+        self._add = add
         self._stop_ids = stop_ids
 
     def put(self, value: torch.Tensor) -> None:
@@ -134,55 +194,7 @@ class _Streamer(TextStreamer):
             super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._terminal.write(text + ("\n" if stream_end else ""))
-
-
-class _Terminal:
-    """Where lines are read from and answers go to."""
-
-    def __init__(self, input_descriptor: int, output: TextIO) -> None:
-        self._input = input_descriptor
-        self._output = output
-        self._read = b""
-        self._is_ended = False
-        self._is_prompted = False
-
-    def write(self, text: str) -> None:
-        self._output.write(text)
-        self._output.flush()
-
-    def read_line(self, patience_s: float) -> str | None:
-        """Return the next line; nothing but an empty text if none came in that time, None at the end of the input."""
-        if not self._is_prompted:
-            print("> ", end="", file=sys.stderr, flush=True)
-            self._is_prompted = True
-        while b"\n" not in self._read and not self._is_ended:
-            if not select.select([self._input], [], [], patience_s)[0]:
-                return ""
-            chunk = os.read(self._input, _READ_BYTES)
-            self._read += chunk
-            self._is_ended = not chunk
-        self._is_prompted = False
-        if not self._read:
-            print(file=sys.stderr)  # what comes next shall not stand behind the mark
-            return None
-        line, _, self._read = self._read.partition(b"\n")
-        return line.decode("utf-8", errors="replace")
-
-
-@contextlib.contextmanager
-def _open_terminal() -> Iterator[_Terminal]:
-    """Open this process's own terminal, or the pipes to that of the launcher, which lie beside its result file."""
-    result_file = os.environ.get(RESULT_FILE_VARIABLE)
-    if result_file is None:
-        yield _Terminal(sys.stdin.fileno(), sys.stdout)
-        return
-    folder = Path(result_file).parent
-    with (
-        (folder / "stdin").open("rb", buffering=0) as lines,
-        (folder / "stdout").open("w", encoding="utf-8") as answers,
-    ):
-        yield _Terminal(lines.fileno(), answers)
+        self._add(text)
 
 
 def _begin(options: ChatOptions) -> list[Message]:

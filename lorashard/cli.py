@@ -8,6 +8,7 @@ answered without torch.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import sys
@@ -23,14 +24,13 @@ from typer.core import TyperCommand
 
 from .disk import find_fault
 from .errors import ConfigError, RunStopped, TrainingError, UserError, VerificationError
-from .output import RESULT_FILE_VARIABLE, outlive_full_disks
+from .output import RESULT_FILE_VARIABLE, leave_out_notices, outlive_full_disks
 from .stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-    from transformers import PreTrainedTokenizerBase
 
-    from .config import RunConfig
+    from .use_options import CommandWords
 
 # The libraries that decide what a run computes.
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -42,6 +42,7 @@ _HELP_GROUPS = {
         "dataset",
         "output_dir",
         "overwrite_output_dir",
+        "queue",
         "global_batch_size",
         "profile_steps",
     ),
@@ -52,6 +53,7 @@ _HELP_GROUPS = {
         "on_nonfinite",
     ),
     "Where the base rests": (),  # all of PlacementOptions
+    "A quantised base": (),  # all of QuantizationOptions
     "The base and the ranks": (),  # all of BaseOptions
     "Chat": ("chat_template_path", "eos_token"),
     "Evaluation": ("early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
@@ -76,27 +78,28 @@ _HELP_GROUPS = {
 
 
 class _UseCommand(TyperCommand):
-    """A command that uses an adapter: its options are the fields of `options_name` in `use_options`."""
+    """A command whose options are the fields of the class `options_name` of `options_module`."""
 
+    options_module = "lorashard.use_options"
     options_name = ""
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        from . import use_options
-
-        words = getattr(use_options, self.options_name).positionals
+        words = self._load_options().positionals
         formatter.write_usage(ctx.command_path, " ".join([*(word.upper() for word in words), "[OPTIONS]"]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from . import use_options
-
         super().format_help(ctx, formatter)
-        options = getattr(use_options, self.options_name)
+        options = self._load_options()
         formatter.write("\nOptions of the command:\n")
         formatter.write("\n".join(_describe_fields(options, options.find_own_names())) + "\n")
 
+    def _load_options(self) -> type[CommandWords]:
+        return getattr(importlib.import_module(self.options_module), self.options_name)
 
-def _use_command(options_name: str) -> type[_UseCommand]:
-    return type(f"_{options_name}Command", (_UseCommand,), {"options_name": options_name})
+
+def _use_command(options_name: str, options_module: str = "lorashard.use_options") -> type[_UseCommand]:
+    names = {"options_name": options_name, "options_module": options_module}
+    return type(f"_{options_name}Command", (_UseCommand,), names)
 
 
 class _OptionsCommand(TyperCommand):
@@ -152,8 +155,9 @@ def _preview(
         )
     from .data.options import DataOptions
     from .data.preview import preview, render_preview
+    from .data.tokenizer import load_tokenizer
 
-    rows = preview(DataOptions(**run_config.data_options()), _load_tokenizer(run_config), num_rows)
+    rows = preview(DataOptions(**run_config.data_options()), load_tokenizer(**run_config.tokenizer_options()), num_rows)
     print(render_preview(rows, color=sys.stdout.isatty()))
     return 0
 
@@ -333,6 +337,20 @@ def _doctor(ctx: typer.Context) -> int:
     return diagnose(options, ["doctor", *ctx.args])
 
 
+@app.command("ui", cls=_use_command("UiOptions", "lorashard_ui.serving.options"), context_settings=_ANY_OPTIONS)
+def _ui(ctx: typer.Context) -> int:
+    """Serve the web UI: start, watch and compare runs in a browser.
+
+    lorashard ui [--root runs] [--port 7860] [--host ADDRESS --auth FILE]
+    """
+    # By name: the UI stands on lorashard, which knows nothing else of it.
+    options = importlib.import_module("lorashard_ui.serving.options").UiOptions.read(ctx.args)
+    missing = [name for name in ("gradio", "plotly") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the web UI needs {' and '.join(missing)}: pip install 'lorashard[ui]'")
+    return importlib.import_module("lorashard_ui.serving.server").serve(options)
+
+
 @app.command("version")
 def _version() -> int:
     """Print versions."""
@@ -358,6 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     outlive_full_disks(is_result_elsewhere=words[0] == "finetune" or RESULT_FILE_VARIABLE in os.environ)
+    leave_out_notices()
     try:
         return app(args=words, prog_name="lorashard", standalone_mode=False) or 0
     except UserError as error:
@@ -410,42 +429,38 @@ def _skip_typer(frames: TracebackType | None) -> TracebackType | None:
     return start or frames
 
 
-def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    from .data.tokenizer import load_tokenizer
+def group_options() -> dict[str, tuple[str, ...]]:
+    """Return the names of lorashard's own options under the titles that help gives them."""
+    from .base_options import BaseOptions
+    from .data.options import DataOptions
+    from .methods import METHODS
+    from .placement import PlacementOptions
+    from .quantization.options import QuantizationOptions
 
-    return load_tokenizer(
-        config.model_name_or_path,
-        config.model_revision,
-        config.trust_remote_code,
-        config.chat_template_path,
-        config.eos_token,
-    )
+    data = [name for name in DataOptions.model_fields if name != "dataset"]
+    is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
+    return _HELP_GROUPS | {
+        "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
+        "A quantised base": tuple(QuantizationOptions.model_fields),
+        "The base and the ranks": tuple(BaseOptions.model_fields),
+        "Data": tuple(name for name in data if is_shared[name]),
+        "Data of sft": tuple(name for name in data if not is_shared[name]),
+    }
 
 
 def _build_options_help() -> str:
     """Return the main options by group, from the configuration's own fields."""
-    from .base_options import BaseOptions
     from .config import REFUSED_OPTIONS, RunConfig
-    from .data.options import DataOptions
     from .methods import METHODS
     from .options import read_trainer_options
-    from .placement import PlacementOptions
 
     num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
     rates = ", ".join(
         f"{m.name} {m.learning_rate:.0e}".replace("e-0", "e-") for m in METHODS.values() if m.name != "sft"
     )
     config_classes = [method.config_class for method in METHODS.values()]
-    data = [name for name in DataOptions.model_fields if name != "dataset"]
-    is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
-    groups = _HELP_GROUPS | {
-        "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
-        "The base and the ranks": tuple(BaseOptions.model_fields),
-        "Data": tuple(name for name in data if is_shared[name]),
-        "Data of sft": tuple(name for name in data if not is_shared[name]),
-    }
     lines = []
-    for title, names in groups.items():
+    for title, names in group_options().items():
         lines += ["", f"{title}:", *_describe_fields(RunConfig, names)]
     return "\n".join(lines) + textwrap.dedent(
         f"""

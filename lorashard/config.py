@@ -18,11 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .base_options import BaseOptions
 from .data.options import DataOptions
 from .errors import ConfigError
-from .initialisation import explain_rewriting
+from .initialisation import explain_rewriting, is_derived
 from .manifest import find_newest
 from .methods import METHODS, Method, explain_refused
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
 from .placement import PlacementOptions, explain_invalid, parse_steps
+from .quantization.options import QuantizationOptions, explain_compiling
 
 # Where lorashard's defaults are not TRL's: what works for LoRA, and no loss hidden that is not finite. The
 # learning rate is the method's.
@@ -60,6 +61,8 @@ ALIASES = {
     "lora_layers_to_transform": "layers_to_transform",
     "peft_init_lora_weights": "init_lora_weights",
     "additional_target": "lora_modules_to_save",
+    "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
+    "double_quantization": "bnb_4bit_use_double_quant",
     "peft_use_rslora": "use_rslora",
     "peft_use_dora": "use_dora",
     "lora_task_type": "task_type",
@@ -77,6 +80,8 @@ ALIASES = {
 
 VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "method": {"rm": "reward"}}
 
+_QUANTIZES_ITSELF = "give quantization: nf4, int8 or fp8, and bnb_4bit_use_double_quant, by their own names"
+_SCALES_ROWS = "quantization: int8 keeps a scale for each row, and treats no weight or activation apart: leave it out"
 _SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
 _KEEPS_NO_SECRETS = "a token is no option, which runs write down: log in with `hf auth login`, or set HF_TOKEN"
 _PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
@@ -87,7 +92,8 @@ REFUSED_OPTIONS = {
     "fsdp_min_num_params": _SHARDS_ITSELF,
     "deepspeed": _SHARDS_ITSELF,
     "parallelism_config": _SHARDS_ITSELF,
-    "model_init_kwargs": "give dtype, attn_implementation, model_revision and trust_remote_code by their own names",
+    "model_init_kwargs": "give dtype, attn_implementation, model_revision, trust_remote_code and quantization by their "
+    "own names",
     "pad_token": "TRL has deprecated it: the tokenizer's padding token is used",
     "use_cpu": "give --cpu N, the number of ranks",
     "local_rank": "the launcher tells each rank its number",
@@ -105,6 +111,19 @@ HINTS = {
     "template": "give chat_template_path, or nothing for the model's own template",
     "flash_attn": "give attn_implementation: flash_attention_2",
     "flash_attention": "give attn_implementation: flash_attention_2",
+    "adapter": "every run trains LoRA; for qlora give quantization: nf4",
+    "quantization_bit": "give quantization: nf4 for 4 bits, int8 or fp8 for 8",
+    "quantization_method": "give quantization: nf4, int8 or fp8",
+    "quantization_type": "give quantization: nf4, int8 or fp8",
+    "quantization_config": _QUANTIZES_ITSELF,
+    "bnb_config_kwargs": _QUANTIZES_ITSELF,
+    "bnb_4bit_quant_type": "quantization: nf4 is the only 4-bit format here: leave it out",
+    "bnb_4bit_compute_dtype": "dtype is what is computed in: give that, or nothing for bfloat16",
+    "bnb_4bit_quant_storage": "packed weights are sharded as bytes: leave it out",
+    "llm_int8_threshold": _SCALES_ROWS,
+    "llm_int8_has_fp16_weight": _SCALES_ROWS,
+    "llm_int8_skip_modules": "norms, biases, routers, embedding and LM head are skipped: leave it out",
+    "llm_int8_enable_fp32_cpu_offload": "give placement: host",
 }
 # Options whose one workable value is set by lorashard: giving that value is fine.
 PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
@@ -121,7 +140,7 @@ _BATCH_ROWS = 8  # likewise
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
-class RunConfig(DataOptions, PlacementOptions, BaseOptions):
+class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions):
     """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's for the method.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
@@ -141,6 +160,9 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     resume_from_checkpoint: str | bool | None = None
     """Go on from a checkpoint: its folder, true for the newest complete one of output_dir, or `auto`: the same, and
     start afresh where there is none. `--resume` for short."""
+    queue: bool = False
+    """Wait until the GPUs asked for, or with --cpu the cores, are free of other lorashard runs, first come first
+    served."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Rows of a step, over all ranks; gradient_accumulation_steps follows from it, whatever the number of ranks."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -186,7 +208,9 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     use_dora: bool = False
     """Weight-decomposed LoRA."""
     init_lora_weights: bool | str = True
-    """How LoRA's matrices begin: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero."""
+    """How LoRA's matrices begin: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero. With
+    quantization: nf4 also `loftq`: making up for what the base has lost, where lora_alpha equals lora_r. `pissa`,
+    `pissa_niter_N` and `olora` train on a copy of the base that is derived once and kept (docs/peft.md)."""
     lora_target_parameters: list[str] | None = None
     """Parameters to adapt that are no layer's weight, such as fused experts: `mlp.experts.gate_up_proj`."""
     layers_to_transform: list[int] | None = None
@@ -288,6 +312,15 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
         return self
 
     @model_validator(mode="after")
+    def _check_head(self) -> RunConfig:
+        if self.include_input_output_embeddings and self.trainer.get("use_liger_kernel"):
+            raise ConfigError(
+                "include_input_output_embeddings: Liger's losses hand the LM head's weight to kernels of their own, "
+                "which was not tried with a quantised one: leave it or use_liger_kernel out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_restarts(self) -> RunConfig:
         if self.max_restarts and self.trainer.get("save_only_model"):
             raise ConfigError(
@@ -317,19 +350,40 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
 
     @model_validator(mode="after")
     def _check_adapter(self) -> RunConfig:
-        reason = explain_rewriting(self.init_lora_weights)
+        quantization = self.resolve_quantization()
+        reason = explain_rewriting(self.init_lora_weights, quantization.format if quantization else None, is_new=True)
+        if self.compile_options() is not False:
+            reason = reason or explain_compiling(quantization)
         if reason is not None:
             raise ConfigError(reason)
-        if self.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        is_known = self.init_lora_weights in (True, False, "gaussian", "orthogonal", "loftq")
+        if not is_known and not is_derived(self.init_lora_weights):
             raise ConfigError(
-                f"init_lora_weights: expected true, false, gaussian or orthogonal, found {self.init_lora_weights!r}"
+                "init_lora_weights: expected true, false, gaussian, orthogonal, loftq, pissa, pissa_niter_N or olora, "
+                f"found {self.init_lora_weights!r}"
             )
+        if self.init_lora_weights == "loftq":
+            self._check_loftq()
         if self.layers_to_transform is not None and isinstance(self.lora_target_modules, str):
             raise ConfigError(
                 "layers_to_transform: PEFT needs lora_target_modules as a list of names with it, such as "
                 f"q_proj,v_proj, found '{self.lora_target_modules}'"
             )
         return self
+
+    def _check_loftq(self) -> None:
+        for option in ("use_dora", "lora_target_parameters"):
+            if getattr(self, option):
+                raise ConfigError(
+                    f"{option}: LoftQ initialises plain LoRA of linear layers alone: leave it or init_lora_weights out"
+                )
+        expected = self.lora_r**0.5 if self.use_rslora else self.lora_r
+        if self.lora_alpha != expected:  # PEFT's LoftQ does not divide by the scale: it would add to what is lost
+            raise ConfigError(
+                "lora_alpha: init_lora_weights 'loftq' makes up for what quantising has lost only where the adapter's "
+                f"scale is 1, so expected {expected:g} with lora_r {self.lora_r}"
+                f"{' and use_rslora' if self.use_rslora else ''}, found {self.lora_alpha}"
+            )
 
     @property
     def profile_range(self) -> tuple[int, int] | None:
@@ -415,6 +469,16 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
             options[f"{prefix}_checkpointing_kwargs"] = self.activation_checkpointing_kwargs
         return options
 
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Return the arguments of `load_tokenizer`."""
+        return {
+            "model_name_or_path": self.model_name_or_path,
+            "revision": self.model_revision,
+            "trust_remote_code": self.trust_remote_code,
+            "chat_template_path": self.chat_template_path,
+            "eos_token": self.eos_token,
+        }
+
     def data_options(self) -> dict[str, Any]:
         """Return the arguments of `DataOptions`."""
         return {name: getattr(self, name) for name in DataOptions.model_fields}
@@ -447,6 +511,9 @@ class RunConfig(DataOptions, PlacementOptions, BaseOptions):
     def to_yaml(self) -> str:
         """Return the whole configuration as a flat YAML file that `resolve` reads back to the same options."""
         own = self.model_dump(exclude={"trainer", *self.trl_method.absent_options})
+        quantization = self.resolve_quantization()
+        if quantization is not None:  # by one name, whichever was given
+            own |= {"quantization": quantization.format, "load_in_4bit": False, "load_in_8bit": False}
         return yaml.safe_dump(own | self._fill_trainer(), sort_keys=False, allow_unicode=True)
 
     def _fill_trainer(self) -> dict[str, Any]:

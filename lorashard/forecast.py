@@ -9,12 +9,13 @@ from typing import Any, Literal
 import psutil
 import torch
 import trl
-from peft import LoraConfig
 
 from .config import RunConfig
 from .devices import count_cores, find_gpus
 from .errors import ConfigError
+from .merging.derived import without_rewriting
 from .methods import Method
+from .model.loftq import make_lora
 from .plan.auto import BaseModel, Training, plan_training
 from .plan.choose import Plan
 from .plan.hardware import (
@@ -60,11 +61,12 @@ def describe_base(config: RunConfig) -> BaseModel:
     """Return what a run loads."""
     return BaseModel(
         config.model_name_or_path,
-        LoraConfig(**config.lora_options()),
+        without_rewriting(make_lora(config.lora_options())),
         getattr(torch, config.dtype),
         config.model_revision,
         config.trust_remote_code,
         config.attn_implementation,
+        config.resolve_quantization(),
     )
 
 

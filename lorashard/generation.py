@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, TrainerCallback
 from transformers.generation import BaseStreamer
 
 from . import api, dist
@@ -76,11 +76,17 @@ class Generator:
             **(sampling or {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
         }
 
-    def generate(self, prompts: Sequence[Sequence[int]], streamer: BaseStreamer | None = None) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        streamer: BaseStreamer | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ) -> list[list[int]]:
         """Return the new tokens of each prompt, without the one that ended it.
 
         Args:
             prompts: the tokens of each; none at all where this rank takes part for the others' sake.
+            stopping_criteria: what ends answers beside the tokens that do.
 
         Ranks: collective where base units are gathered.
         """
@@ -93,7 +99,11 @@ class Generator:
         arguments = self._arguments | ({} if prompts else {"max_new_tokens": 1})
         device = self._model.device
         output = self._model.generate(  # [rows, width + new tokens]
-            input_ids=input_ids.to(device), attention_mask=mask.to(device), streamer=streamer, **arguments
+            input_ids=input_ids.to(device),
+            attention_mask=mask.to(device),
+            streamer=streamer,
+            stopping_criteria=stopping_criteria,
+            **arguments,
         )
         return [self._cut(row) for row in output[: len(prompts), width:].tolist()]
 

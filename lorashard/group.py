@@ -29,40 +29,52 @@ from .errors import RunStopped
 from .failures import Failure, explain_failures, explain_signal
 from .output import warn
 from .rank import find_log, find_pids
-from .stopping import SPREAD_S, STOP_SIGNAL, STOPPED_EXIT_CODE
+from .stopping import SAVE_SIGNAL, SPREAD_S, STOP_SIGNAL, STOPPED_EXIT_CODE
 from .terminal import LogMirror
 
 GRACE_S = 15
 _WATCH_INTERVAL_S = 0.1
-_SAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last from a terminal that is gone
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last from a terminal that is gone
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Signals:
-    """What the signals to a launcher ask for: that the run saves and ends, or that all ranks end at once.
+    """What the signals to a launcher ask for: a checkpoint, a checkpoint and the end, or the end of all ranks at once.
 
-    Where ranks can save, SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask for that; the same again (but SIGUSR1, which
-    schedulers may repeat) and Ctrl-C after any of them end the ranks at once. Where they cannot, all but SIGUSR1 do so.
+    Where ranks can save, SIGUSR2 asks for the first, and SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C for the second; the same
+    again (but SIGUSR1, which schedulers may repeat), Ctrl-C after any of them, and SIGQUIT for the third. Where they
+    cannot, all but SIGUSR1 and SIGUSR2 do so.
+
+    Attributes:
+        is_save_asked: whether a checkpoint is asked for, which nobody has told the ranks yet.
+        end_signal: the first signal that asked for the end at once; None until one has.
     """
 
     def __init__(self, can_save: bool = False) -> None:
         self._can_save = can_save
         self._asked: list[signal.Signals] = []
+        self.is_save_asked = False
         self.end_signal: signal.Signals | None = None
 
     @property
-    def save_signal(self) -> signal.Signals | None:
-        """The first signal that asked for a save; None until one has."""
+    def stop_signal(self) -> signal.Signals | None:
+        """The first signal that asked for a save and the end; None until one has."""
         return self._asked[0] if self._asked else None
 
     @contextmanager
     def before_ranks(self) -> Iterator[None]:
-        """Let SIGTERM and SIGUSR1 end what comes before ranks are started.
+        """Let signals end what comes before ranks are started; a save that is asked for waits for them.
 
         Raises:
             RunStopped: One of them arrived.
+            KeyboardInterrupt: Ctrl-C.
         """
-        with _handled([signal.SIGTERM, STOP_SIGNAL], self._stop_before_ranks):
+        numbers = [signal.SIGTERM, signal.SIGQUIT, STOP_SIGNAL, *_find_hangup()]
+        with (
+            _handled([SAVE_SIGNAL], self._note),
+            _handled([signal.SIGINT], signal.default_int_handler),
+            _handled(numbers, self._stop_before_ranks),
+        ):
             yield
 
     @contextmanager
@@ -70,10 +82,8 @@ class Signals:
         """Note signals instead of ending by them."""
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
         if self._can_save:
-            numbers.append(STOP_SIGNAL)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-            numbers.append(signal.SIGHUP)
-        with _handled(numbers, self._note):
+            numbers += [STOP_SIGNAL, SAVE_SIGNAL]
+        with _handled([*numbers, *_find_hangup()], self._note):
             yield
 
     def _stop_before_ranks(self, number: int, frame: FrameType | None) -> None:
@@ -81,9 +91,12 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         asked = signal.Signals(number)
+        if asked == SAVE_SIGNAL:
+            self.is_save_asked = True
+            return
         is_first = asked not in self._asked and not (asked == signal.SIGINT and self._asked)
-        asks_to_save = asked == STOP_SIGNAL or (asked in _SAVE_SIGNALS and is_first)
-        if self._can_save and asks_to_save:
+        asks_to_stop = asked == STOP_SIGNAL or (asked in _STOP_SIGNALS and is_first)
+        if self._can_save and asks_to_stop:
             self._asked.append(asked)
         else:
             self.end_signal = self.end_signal or asked
@@ -151,9 +164,9 @@ def run_ranks(
             return None
         except ChildFailedError as error:
             failure = explain_failures(error.failures, logs_dir)
-    if failure.exit_code == STOPPED_EXIT_CODE and signals.save_signal is not None:
+    if failure.exit_code == STOPPED_EXIT_CODE and signals.stop_signal is not None:
         # The ranks know only what they were sent.
-        message = failure.message.replace(STOP_SIGNAL.name, signals.save_signal.name)
+        message = failure.message.replace(STOP_SIGNAL.name, signals.stop_signal.name)
         return dataclasses.replace(failure, message=message)
     return failure if signals.end_signal is None else explain_signal(signals.end_signal)
 
@@ -172,20 +185,25 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
     ended: set[int] = set()
     is_said = False
     end_s = None
-    save_s = 0.0
+    stop_s = 0.0
     while not wait([elastic], timeout=_WATCH_INTERVAL_S).done:
         _continue_stopped(find_pids(notes_dir))
         if signals.end_signal is not None:
             end_s = end_s or time.monotonic() + grace_s
             is_late = time.monotonic() > end_s  # elastic ends the others once one has died: here none does
             _send(signal.SIGKILL if is_late else signal.SIGTERM, notes_dir, set() if is_late else ended)
-        elif signals.save_signal is not None:
+        elif signals.stop_signal is not None:
             if not is_said:
                 is_said = True
-                save_s = time.monotonic() + SPREAD_S
-                _say_stop(signals.save_signal)
-            if time.monotonic() > save_s:
+                stop_s = time.monotonic() + SPREAD_S
+                _say_stop(signals.stop_signal)
+            if time.monotonic() > stop_s:
                 _send(STOP_SIGNAL, notes_dir, asked)
+        elif signals.is_save_asked and find_pids(notes_dir):
+            # One rank is asked, and agrees with the others: of these one that heard late would save again a step later.
+            signals.is_save_asked = False
+            warn(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and going on")
+            _send(SAVE_SIGNAL, notes_dir, set(sorted(find_pids(notes_dir))[1:]))
 
 
 def _continue_stopped(pids: Sequence[int]) -> None:
@@ -215,6 +233,11 @@ def _send(number: signal.Signals, notes_dir: Path, told: set[int]) -> None:
                 rank = psutil.Process(pid)
                 if rank.ppid() == os.getpid():  # not another process that has been given its number
                     rank.send_signal(number)
+
+
+def _find_hangup() -> list[signal.Signals]:
+    """Return SIGHUP, unless it is to be ignored, as under nohup."""
+    return [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
 
 
 @contextmanager

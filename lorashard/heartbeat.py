@@ -54,20 +54,27 @@ class Heartbeat:
     Ranks: local; nothing here is a collective, and it needs no process group.
     """
 
-    def __init__(self, env: LauncherEnv | None, timeout_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        env: LauncherEnv | None,
+        timeout_s: float,
+        tell: Callable[[str], None],
+        read_place: Callable[[], tuple[str, int | None]],
+    ) -> None:
         """Prepare, without connecting.
 
         Args:
             env: None for a process without a launcher.
             timeout_s: how long a rank may be silent; 0: for ever, and then no thread is started.
-            tell: called with the sentence before this rank ends, in another thread than the main one.
+            tell: called with the sentence before this rank ends, in another thread than the main one, as is
+                `read_place`: what this rank does, such as `load`, and the optimizer step, counted from 1.
         """
         self._env = env
         self._timeout_s = timeout_s
         self._interval_s = min(_INTERVAL_S, timeout_s / 10)
         self._tell = tell
         self._main_thread = threading.get_ident()
-        self._doing: tuple[str, int | None] = ("start", None)
+        self._read_place = read_place
         self._num_beats = 0
         self._beats: list[dict[str, Any] | None] = []
         self._is_over = threading.Event()
@@ -83,15 +90,6 @@ class Heartbeat:
         if self._thread.is_alive():
             # A thread that comes out of native code while the interpreter ends would abort the process.
             self._thread.join(_LEAVE_S)
-
-    def note(self, phase: str, step: int | None = None) -> None:
-        """Say what this rank does from here on.
-
-        Args:
-            phase: such as `load` or `train`.
-            step: the optimizer step, counted from 1.
-        """
-        self._doing = (phase, step)
 
     def describe_ranks(self) -> str:
         """Return where every rank stood at its last beat, a line each; empty where there are no beats."""
@@ -123,7 +121,7 @@ class Heartbeat:
 
     def _make_beat(self) -> str:
         self._num_beats += 1
-        phase, step = self._doing
+        phase, step = self._read_place()
         frame = sys._current_frames().get(self._main_thread)
         beat = {
             "number": self._num_beats,

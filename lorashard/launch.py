@@ -6,13 +6,15 @@ import os
 import shutil
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from .base_options import BaseOptions, RankOptions
 from .config import RunConfig
+from .device_queue import hold_devices
 from .devices import (
     Launcher,
     VisibleGpus,
@@ -24,15 +26,17 @@ from .devices import (
     find_launcher,
 )
 from .environment import find_existing
-from .errors import ConfigError
+from .errors import ConfigError, RunStopped
 from .group import Signals, find_python_flags, run_ranks
 from .lock import lock_run
 from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
+from .status import Status, has_begun, told_status
 from .stopping import RESTARTS_VARIABLE, StopRequest, find_restarts
 from .terminal import Terminal
 from .wanted import check_wanted
 
+_LOOK_S = 0.2
 _RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
 
 
@@ -57,7 +61,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
         _train_here(config, launcher)
         return 0
     signals = Signals(can_save=True)
-    with ExitStack() as stack:
+    with signals.watched(), ExitStack() as stack:  # without a moment in which a signal kills
         with signals.before_ranks():
             choice = choose_ranks(config, find_gpus() if config.cpu is None else VisibleGpus(0))
             check_device(config, choice.device_type)
@@ -66,25 +70,32 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
             stack.enter_context(lock_run(Path(config.output_dir)))
             check_output_dir(config)
             check_wanted(config)
+            status = stack.enter_context(told_status(Path(config.output_dir)))
+            held = hold_devices(
+                Path(config.output_dir).resolve().name,
+                choice,
+                status,
+                is_count=isinstance(config.gpus, int),
+                is_queued=config.queue,
+            )
+            choice = stack.enter_context(held)
+            status.enter("start", world_size=choice.num_ranks)
             os.environ.update(build_environment(choice, os.environ) | _describe_terminal())
             if choice.device_type == "cuda":
                 _check_torch_sees_gpus()
-            _check_model(config)
+            _check_model(config, status)
             if choice.note:
                 print(f"lorashard: {choice.note}", file=sys.stderr)
-            logs_dir = _prepare_folder(config)
+            logs_dir = prepare_logs_dir(config)
+            status.enter("start")
         command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
-        return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals)
+        return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals, status)
 
 
 def run_with_restarts(
-    config: RunConfig, command: Sequence[str], num_ranks: int, logs_dir: Path, signals: Signals
+    config: RunConfig, command: Sequence[str], num_ranks: int, logs_dir: Path, signals: Signals, status: Status
 ) -> int:
     """Run a command in ranks, and again where one has died, as often as `max_restarts` says; return the exit code."""
-    from .runs import record_end, record_restart
-
-    folder = Path(config.output_dir)
-    begin_s = time.time()
     restarts = 0
     with signals.watched():  # between two starts too
         while True:
@@ -92,15 +103,16 @@ def run_with_restarts(
             failure = run_ranks(command, num_ranks, logs_dir, signals=signals)
             if failure is None:
                 return 0
-            if not failure.is_crash or restarts == config.max_restarts or signals.save_signal is not None:
+            if not failure.is_crash or restarts == config.max_restarts or signals.stop_signal is not None:
                 break
             restarts += 1
             count = f"{restarts} of {config.max_restarts}"
             failure.tell(f": starting the ranks again ({count})")
-            record_restart(folder, f"{count}: {failure.message.removeprefix('error: ')}")
+            status.record_restart(f"{count}: {failure.message.removeprefix('error: ')}")
     is_used_up = failure.is_crash and 0 < restarts == config.max_restarts
     failure.tell(f"; all restarts are used up ({restarts})" if is_used_up else "")
-    record_end(folder, "stopped" if failure.is_stop else "failed", failure.message, begin_s)
+    status.hear_ranks()
+    status.end("stopped" if failure.is_stop else "failed", failure.message)
     return failure.exit_code
 
 
@@ -171,6 +183,11 @@ def take_place(options: RankOptions, launcher: Launcher) -> str:
 
 
 def _train_here(config: RunConfig, launcher: Launcher) -> None:
+    if config.queue and not launcher.is_lorashard:
+        raise ConfigError(
+            "queue: torchrun or accelerate launch has started these ranks already: leave queue out, or start the run "
+            "with lorashard finetune alone"
+        )
     stop = StopRequest()
     stop.install(launcher.is_lorashard)
     check_device(config, take_place(config, launcher))
@@ -179,11 +196,16 @@ def _train_here(config: RunConfig, launcher: Launcher) -> None:
     is_owner = not launcher.is_lorashard and _writes_folder(config, launcher)
     if is_owner:
         check_folder(config)
-    with lock_run(Path(config.output_dir)) if is_owner else nullcontext():
+    with ExitStack() as stack:
+        if is_owner:
+            stack.enter_context(lock_run(Path(config.output_dir)))
         if launcher.rank == 0 and not launcher.is_lorashard:
             check_output_dir(config)
+            if not find_restarts(os.environ):
+                stack.enter_context(told_status(Path(config.output_dir)))
         from .train import finetune
 
+        stack.callback(stop.close)
         finetune(config, stop)
 
 
@@ -200,7 +222,6 @@ def go_on(config: RunConfig) -> RunConfig:
     checkpoint from elsewhere until there is one of its own.
     """
     from .manifest import find_newest
-    from .runs import has_begun
 
     folder = Path(config.output_dir)
     if not has_begun(folder):
@@ -261,15 +282,6 @@ def prepare_logs_dir(config: RunConfig) -> Path:
     return logs_dir
 
 
-def _prepare_folder(config: RunConfig) -> Path:
-    """Make the folder ready for ranks; return where their logs go."""
-    from .runs import record_start
-
-    logs_dir = prepare_logs_dir(config)
-    record_start(Path(config.output_dir))
-    return logs_dir
-
-
 def _check_torch_sees_gpus() -> None:
     import torch
 
@@ -280,11 +292,40 @@ def _check_torch_sees_gpus() -> None:
         )
 
 
-def _check_model(config: RunConfig) -> None:
-    """Find the model and read its files' headers once, so that no rank starts for a model that cannot be loaded."""
+def _check_model(config: RunConfig, status: Status) -> None:
+    """Find the model and read its files' headers once, so that no rank starts for a model that cannot be loaded.
+
+    Raises:
+        CheckpointError: It is not there, or damaged.
+    """
     from .model.checkpoint import Checkpoint, resolve_folder
 
-    with Checkpoint.open(resolve_folder(config.model_name_or_path, config.model_revision)):
+    is_over = threading.Event()
+
+    def advance(done: int, total: int | None, unit: str) -> None:
+        if is_over.is_set():
+            raise RunStopped("the download is not wanted any more")
+        if status.place[0] != "download":
+            status.enter("download")
+        status.advance(done, total, unit)
+
+    found: Future[Path] = Future()
+
+    def find() -> None:
+        try:
+            found.set_result(resolve_folder(config.model_name_or_path, config.model_revision, progress=advance))
+        except BaseException as error:
+            found.set_exception(error)
+
+    # The hub's client would wait for gigabytes before it lets a signal end this.
+    threading.Thread(target=find, daemon=True).start()
+    try:
+        while not wait([found], timeout=_LOOK_S).done:
+            pass
+        folder = found.result()
+    finally:
+        is_over.set()
+    with Checkpoint.open(folder):
         pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from .merging.staging import check_target
 from .model.saved import find_adapter
 from .output import give, say
 from .use_options import MergeOptions
+
+_INTERVAL_S = 2.0
 
 
 def merge(options: MergeOptions) -> None:
@@ -43,7 +46,10 @@ def merge(options: MergeOptions) -> None:
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
         allow_base_mismatch=options.allow_base_mismatch,
+        quantization=options.quantization,
+        requantize=options.requantize,
         device=device,
+        advance=_Teller(rank).advance,
     )
     lines = [
         f"{report.out}: {report.num_tensors} tensors in {report.num_files} files, {report.num_bytes / 2**30:.3f} GiB, "
@@ -55,6 +61,20 @@ def merge(options: MergeOptions) -> None:
             url = HfApi().upload_folder(folder_path=Path(options.out), repo_id=options.push_to_hub)
         lines.append(f"uploaded: {url}")
     give(rank, {}, "\n".join(lines), as_json=False)
+
+
+class _Teller:
+    """Says how far a merge is, not too often."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._said_s = time.monotonic()
+
+    def advance(self, done: int, total: int) -> None:
+        """Say it, where the time has come."""
+        if time.monotonic() - self._said_s >= _INTERVAL_S:
+            self._said_s = time.monotonic()
+            say(self._rank, f"{done} of {total} units merged")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,17 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, the kinds of value it takes (keys of `_KIND_NAMES`), and its values where they are few."""
+    """One option: its name, the kinds of value it takes (keys of `_KIND_NAMES`), and its values where they are few.
+
+    `default` and `help` are as they stand in the source of TRL or transformers, for people to read.
+    """
 
     name: str
     kinds: frozenset[str]
     element_kind: str | None = None
     choices: tuple[str, ...] = ()
+    default: str = ""
+    help: str = ""
 
     @classmethod
     def from_annotation(cls, name: str, annotation: str, reader: _SourceReader | None = None) -> Option:
@@ -174,8 +179,25 @@ def read_trainer_options(config_class: str = "SFTConfig") -> dict[str, Option]:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name = statement.target.id
                 if not name.startswith("_"):
-                    options[name] = Option.from_annotation(name, ast.unparse(statement.annotation), reader)
+                    option = Option.from_annotation(name, ast.unparse(statement.annotation), reader)
+                    options[name] = replace(option, **_read_field(statement.value))
     return options
+
+
+def _read_field(value: ast.expr | None) -> dict[str, Any]:
+    """Return the default and the help that a dataclass's field is declared with."""
+    if not isinstance(value, ast.Call):
+        return {"default": ast.unparse(value)} if value else {}
+    said: dict[str, str] = {}
+    for keyword in value.keywords:
+        if keyword.arg == "default":
+            said["default"] = ast.unparse(keyword.value)
+        elif keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
+            for key, text in zip(keyword.value.keys, keyword.value.values, strict=True):
+                is_help = isinstance(key, ast.Constant) and key.value == "help"
+                if is_help and isinstance(text, ast.Constant):
+                    said["help"] = str(text.value)
+    return said
 
 
 class _SourceReader:
@@ -293,6 +315,19 @@ def read_yaml_options(path: Path) -> list[GivenOption]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"the configuration file {path} cannot be read: {reason}") from error
+    return parse_yaml_options(text, str(path))
+
+
+def parse_yaml_options(text: str, path: str) -> list[GivenOption]:
+    """Return the options of flat YAML, as `read_yaml_options` does.
+
+    Args:
+        text: Of the file, or of what stands for one.
+        path: Its name in messages.
+
+    Raises:
+        ConfigError: It is not YAML, not a mapping, or names an option twice.
+    """
     loader = _PlainLoader(text)
     try:
         root = loader.get_single_node()
@@ -320,7 +355,7 @@ def _describe_node(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else f"the text {node.value[:40]!r}"
 
 
-def _refuse_duplicates(node: yaml.Node, path: Path) -> None:
+def _refuse_duplicates(node: yaml.Node, path: str) -> None:
     children = [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else []
     if isinstance(node, yaml.SequenceNode):
         children = node.value

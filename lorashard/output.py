@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import select
 import stat
@@ -51,6 +52,18 @@ class _Log(io.FileIO):
                 data = data[os.write(self._terminal, data[:_MOST_BYTES_AT_ONCE]) :]
         except OSError:  # it is gone, or its disk is full too
             self._terminal = None
+
+
+def leave_out_notices() -> None:
+    """Keep one line of bitsandbytes off stderr: it asks for a package with kernels that lorashard never calls.
+
+    PEFT imports bitsandbytes wherever it is installed, so each rank of each command would show it.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_showing)
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def outlive_full_disks(is_result_elsewhere: bool) -> None:

@@ -22,8 +22,8 @@ def main() -> None:
     """Prepare this process and become the command."""
     launcher_pid, logs_dir, *command = sys.argv[1:]
     die_with_launcher(int(launcher_pid))
-    # A request to stop waits until the command can take it, instead of killing what has not come so far.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    # A request to stop or to save waits until the command can take it, instead of killing what has not come so far.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(f"{_PID_PREFIX}{os.getpid()}").touch()
     rank = int(os.environ["RANK"])
     if rank == 0:  # the one whose log the person is shown

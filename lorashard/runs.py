@@ -3,8 +3,8 @@
 A disk that takes none of it does not end the run; see `disk.PatientFiles`.
 
 config.yaml  versions.json   the resolved options and the libraries that ran
-plan.json                    what each placement was predicted to cost, where one was planned
-status.json                  phase, step, pid, why ranks were started again; replaced at each change
+plan.json                    what each placement was predicted to cost, and which was taken
+status.json                  phase, how far it has come, step, pid, why ranks were started again; see `status.Status`
 .lock  .owner.json           held by, and naming, the process that the folder belongs to while the run lives
 metrics.jsonl                one line a logged step
 ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
@@ -19,21 +19,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 import platform
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
 from . import __version__
-from .disk import PatientFiles, cut_lines, describe_fault, replace_text
-from .engine import Engine
+from .disk import PatientFiles, cut_lines
 from .errors import ConfigError
 from .output import warn
-from .stopping import find_restarts
+from .status import Status
 
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
 
@@ -42,17 +37,17 @@ class Run:
     """Writes a run's folder; rank 0 writes what is common, each rank its own lines.
 
     Ranks: local; nothing here is a collective.
+
+    Attributes:
+        status: where the run stands, which rank 0 writes down.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self.folder = folder
         self._rank = rank
         self._world_size = world_size
-        self._status: dict[str, Any] = {}
-        if find_restarts(os.environ):  # the same run, in new processes
-            said = _read_status(folder)
-            self._status = {name: said[name] for name in ("restarts", "has_begun") if name in said}
         self._files = PatientFiles(warn)
+        self.status = Status.carry_on(folder, self._files) if rank == 0 else Status(folder, {}, None)
         try:
             (folder / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -82,19 +77,25 @@ class Run:
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
         versions |= {"lorashard": __version__, "python": platform.python_version()}
         self._files.replace(self.folder / "versions.json", json.dumps(versions, indent=2))
-        self.set_status(self._status.get("phase", "load"), has_begun=True)
+        self.status.add(has_begun=True, world_size=self._world_size)
 
-    def set_status(self, phase: str, **facts: Any) -> None:
-        """Say where the run stands: start, tokenise, load, train, save, done, failed or stopped."""
-        if self._rank == 0:
-            self._status |= {"phase": phase, "pid": os.getpid(), "world_size": self._world_size, "time": time.time()}
-            self._status |= facts
-            self._files.replace(self.folder / "status.json", _to_json(self._status))
+    def note_step(self, step: int, max_steps: int) -> None:
+        """Say which steps are done, of how many."""
+        if self.status.place[0] != "train":
+            progress = {"done": step, "total": max_steps, "unit": "steps"}
+            self.status.enter("train", step=step, max_steps=max_steps, progress=progress)
+        self.status.advance(step, max_steps, "steps")
 
     def save_plan(self, plan: dict[str, Any]) -> None:
         """Write down what each placement was predicted to cost, and which was taken."""
         if self._rank == 0:
             self._files.replace(self.folder / "plan.json", json.dumps(plan, indent=1))
+
+    def drop_plan(self) -> None:
+        """Leave no plan in the folder, which would be another run's."""
+        if self._rank == 0:
+            with suppress(OSError):
+                (self.folder / "plan.json").unlink(missing_ok=True)
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
@@ -104,80 +105,6 @@ class Run:
     def add_rank_line(self, line: dict[str, Any]) -> None:
         """Append a line to this rank's own file."""
         self._files.append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", _to_json(line))
-
-
-def record_start(folder: Path) -> None:
-    """Say in status.json that a run is about to start its ranks: what it said was of another run."""
-    _write_status(folder, {"phase": "start"}, "has started")
-
-
-def record_restart(folder: Path, reason: str) -> None:
-    """Add to the `restarts` of status.json why the ranks are started again."""
-    said = _read_status(folder)
-    said |= {"phase": "start", "restarts": [*said.get("restarts", []), reason]}
-    _write_status(folder, said, "was started again")
-
-
-def has_begun(folder: Path) -> bool:
-    """Tell whether the run of a folder has come to its training, so that the checkpoints there are its own.
-
-    A folder without status.json is that of a node whose disk rank 0 does not see, and counts as begun.
-    """
-    said = _read_status(folder)
-    return bool(said.get("has_begun", not said))
-
-
-def record_end(folder: Path, phase: str, reason: str, begin_s: float) -> None:
-    """Say in status.json that the run is over, on behalf of ranks that are not there to do so.
-
-    Args:
-        begin_s: when the run began; what is older is another run's.
-    """
-    said = _read_status(folder)
-    if said.get("time", 0) < begin_s:
-        said = {}
-    _write_status(folder, said | {"phase": phase, "error": reason}, "has ended")
-
-
-def _read_status(folder: Path) -> dict[str, Any]:
-    path = folder / "status.json"
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        warn(f"{path} cannot be read: {describe_fault(error, folder)}")
-        return {}
-
-
-def _write_status(folder: Path, facts: dict[str, Any], news: str) -> None:
-    path = folder / "status.json"
-    try:
-        replace_text(path, _to_json(facts | {"time": time.time()}))
-    except OSError as error:
-        warn(f"{path} does not say that the run {news}: {describe_fault(error, folder)}")
-
-
-def measure_rank(engine: Engine, base_bytes: int) -> dict[str, Any]:
-    """Return what this rank holds and has waited for.
-
-    Args:
-        base_bytes: bytes of the whole base.
-    """
-    stats = engine.stats()
-    facts: dict[str, Any] = {
-        "base_bytes": base_bytes,
-        "bytes_at_rest": stats.bytes_at_rest,
-        "host_bytes_at_rest": stats.host_bytes_at_rest,
-        "slot_bytes": stats.slot_bytes,
-        "peak_unsharded_bytes": stats.peak_unsharded_bytes,
-        "gathers": stats.num_gathers,
-        "gathered_bytes": stats.gathered_bytes,
-        "copied_bytes": stats.copied_bytes,
-        "wait_s": round(stats.wait_s, 4),
-        "rss_bytes": psutil.Process().memory_info().rss,
-    }
-    if torch.cuda.is_available():
-        facts["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-    return facts
 
 
 def _to_json(facts: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import torch
 import trl
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 from transformers.utils import is_liger_kernel_available
 
@@ -25,19 +25,24 @@ from .config import RunConfig
 from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
-from .errors import ConfigError, RunStopped, TrainingError
+from .errors import ConfigError, RunStopped, TrainingError, UserError
 from .forecast import describe_base, describe_training
 from .heartbeat import Heartbeat
 from .loraplus import make_loraplus_optimizer
 from .manifest import clear_leftovers, delete, list_checkpoints, read_step, set_aside
+from .measuring import RankMeter
+from .model.identity import check_quantization
+from .model.loftq import make_lora
 from .nodes import check_nodes
 from .nonfinite import NonfiniteRule
-from .plan.auto import plan_here
-from .plan.choose import Plan, PlanError
+from .plan.auto import Training, plan_given, plan_here
+from .plan.choose import Plan, PlanError, explained_planning
 from .plan.costs import Row
+from .quantization.options import describe_quantization
 from .resuming import check_resume, choose_checkpoint, describe_run
 from .rewards import Reward, check_reward_model, load_rewards
-from .runs import Run, measure_rank
+from .runs import Run
+from .status import describe_end
 from .stopping import StopRequest
 from .trainer import Survival, make_surviving
 from .wanted import check_wanted, read_progress
@@ -62,41 +67,36 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
     rank, world_size = (env.rank, env.world_size) if env else (0, 1)
     check_wanted(config)
     run = Run(Path(config.output_dir), rank, world_size)
-    run.set_status("tokenise", error=None)
-    with Heartbeat(env, config.heartbeat_timeout, lambda reason: run.set_status("failed", error=reason)) as heartbeat:
+    status = run.status
+    status.enter("tokenise", world_size=world_size)
+    with Heartbeat(
+        env, config.heartbeat_timeout, lambda reason: status.end("failed", reason), lambda: status.place
+    ) as heartbeat:
         try:
-            _finetune(config, run, rank, stop, heartbeat)
+            _finetune(config, run, rank, stop)
         except (KeyboardInterrupt, RunStopped) as error:
-            run.set_status("stopped", error=str(error) or "KeyboardInterrupt")
+            status.end("stopped", describe_end(error))
             raise
         except BaseException as error:
             if dist.is_timeout(error):
                 error.add_note(heartbeat.describe_ranks())
-            run.set_status("failed", error=f"{type(error).__name__}: {error}")
+            status.end("failed", describe_end(error))
             raise
 
 
-def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbeat: Heartbeat) -> None:
+def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest) -> None:
     def tell(line: str) -> None:
         if rank == 0:
             print(f"lorashard: {line}", flush=True)
 
-    def enter(phase: str, step: int | None = None) -> None:
-        heartbeat.note(phase, step)
-        run.set_status(phase, **({} if step is None else {"step": step}))
-
-    heartbeat.note("tokenise")
-    tokenizer = load_tokenizer(
-        config.model_name_or_path,
-        config.model_revision,
-        config.trust_remote_code,
-        config.chat_template_path,
-        config.eos_token,
+    status = run.status
+    tokenizer = load_tokenizer(**config.tokenizer_options())
+    prepared = prepare(
+        DataOptions(**config.data_options()), tokenizer, method=config.trl_method, progress=status.advance
     )
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
     tell(f"dataset: {prepared.report.summary()}")
     stop.check()
-    enter("load")
+    status.enter("load")
     arguments = build_arguments(config, dist.is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
     rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
@@ -120,25 +120,29 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
             lambda: check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None
         ),
         tell=tell,
+        enter=lambda phase, step: status.enter(phase, step=step),
     )
     placement, plan = _place(config, prepared, run, tell)
     set_seed(arguments.seed)
-    model, base_bytes = _load(config, placement, tell)
+    model, base_bytes = _load(config, placement, run, tell)
     if checkpoint is not None:
         base = api.base_of(model)
         assert base is not None
         base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
+        check_quantization(checkpoint, base.quantization, config.model_name_or_path, config.allow_base_mismatch)
     stop.check()
+    meter = RankMeter(api.engine_of(model), base_bytes)
+    if not config.trl_method.is_prepared_here:
+        status.enter("tokenise")  # which TRL does
     trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
     add_callbacks(
         trainer,
         config,
         run,
-        heartbeat,
+        meter,
         model,
         tokenizer,
         samples_chat=tokenizer.chat_template is not None and prepared.report.is_chat,
-        base_bytes=base_bytes,
         tell=tell,
     )
     writes = rank == 0 or (not is_shared and arguments.local_process_index == 0)
@@ -155,36 +159,45 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, heartbe
     if checkpoint is not None:
         tell(f"going on from {checkpoint}, step {read_progress(checkpoint)}")
     _train(trainer, checkpoint)
-    enter("save", trainer.state.global_step)
+    status.enter("save", step=trainer.state.global_step)
     together(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
     verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
     tell(f"adapter: saved to {run.folder} and read back: {verdict}")
-    measured = measure_rank(api.engine_of(model), base_bytes)
+    measured = meter.read()
     run.add_rank_line({"step": trainer.state.global_step} | measured)
     if plan is not None:
         tell(_compare_with_plan(plan.choice, measured))
-    run.set_status("done", step=trainer.state.global_step)
+    status.end("done")
     _end_group(trainer)
 
 
-def _load(config: RunConfig, placement: dict[str, Any], tell: Callable[[str], None]) -> tuple[PeftModel, int]:
-    """Return the model with its adapter, and how many bytes the whole base has."""
+def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable[[str], None]) -> tuple[PeftModel, int]:
+    """Return the model with its adapter, and how many bytes the whole base takes."""
     begin_s = time.perf_counter()
     model = api.load(
         config.model_name_or_path,
-        LoraConfig(**config.lora_options()),
+        make_lora(config.lora_options()),
         dtype=getattr(torch, config.dtype),
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
         torch_compile=config.compile_options(),
+        quantization=config.resolve_quantization(),
+        cache_quantized=config.cache_quantized,
         num_labels=1 if config.trl_method.is_classifier else None,
+        progress=run.status.advance,
         **placement,
     )
-    base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    base_bytes = sum(field.num_bytes for unit in api.engine_of(model).units for field in unit.layout.fields)
+    computed_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    base = api.base_of(model)
+    quantization = base.quantization if base else None
+    from_bytes = (
+        f", {describe_quantization(quantization)} ({computed_bytes / 2**30:.3f} before)" if quantization else ""
+    )
     stats = api.stats(model)
     tell(
-        f"model: {base_bytes / 2**30:.3f} GiB of frozen base; each of {dist.get_world_size()} ranks holds "
+        f"model: {base_bytes / 2**30:.3f} GiB of frozen base{from_bytes}; each of {dist.get_world_size()} ranks holds "
         f"{stats.bytes_at_rest / 2**30:.3f} GiB of it on its device and {stats.host_bytes_at_rest / 2**30:.3f} GiB in "
         f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
         f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters",
@@ -230,7 +243,9 @@ def _end_group(trainer: Trainer) -> None:
 def _place(
     config: RunConfig, prepared: Prepared, run: Run, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], Plan | None]:
-    """Return the arguments of `load` that say where the base rests; what is left to `auto` is planned.
+    """Return the arguments of `load` that say where the base rests, and a plan: what is left to `auto` is planned.
+
+    Where nothing is, rank 0 alone has a plan, for the record.
 
     Raises:
         ConfigError: nothing fits.
@@ -238,16 +253,20 @@ def _place(
     Ranks: collective over all ranks where there is something to plan; all get one plan.
     """
     options = config.placement_options()
-    if not config.is_placement_open:
-        return options, None
     device = api.join_launch()
-    training = describe_training(
-        config,
-        device.type,
-        dist.get_world_size(),
-        prepared.report.longest_tokens,
-        epoch_tokens=prepared.report.num_tokens,
-    )
+
+    def describe() -> Training:
+        return describe_training(
+            config,
+            device.type,
+            dist.get_world_size(),
+            prepared.report.longest_tokens,
+            epoch_tokens=prepared.report.num_tokens,
+        )
+
+    if not config.is_placement_open:
+        return options, _foresee(config, describe, device, run, tell) if dist.get_rank() == 0 else None
+    training = describe()
     try:
         plan = plan_here(describe_base(config), training, device, config)
     except PlanError as error:
@@ -256,6 +275,26 @@ def _place(
     run.save_plan(plan.to_json())
     tell(f"placement: {plan.reason}")
     return {"placement": plan.choice.placement}, plan
+
+
+def _foresee(
+    config: RunConfig, describe: Callable[[], Training], device: torch.device, run: Run, tell: Callable[[str], None]
+) -> Plan | None:
+    """Write down what a placement that a person has chosen is predicted to cost; None where that cannot be told.
+
+    Ranks: local.
+    """
+    env = dist.read_launcher_env()
+    node_size = env.local_world_size if env else None
+    try:
+        with explained_planning():
+            plan = plan_given(describe_base(config), describe(), device, config, dist.get_world_size(), node_size)
+            run.save_plan(plan.to_json())
+    except UserError as error:  # the run may work all the same: whether it does is not found out here
+        tell(f"plan.json is not written: {error}")
+        run.drop_plan()
+        return None
+    return plan
 
 
 def _compare_with_plan(row: Row, measured: dict[str, Any]) -> str:

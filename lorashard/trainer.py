@@ -13,19 +13,19 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import RandomSampler, Sampler
 from transformers import Trainer, TrainerState, set_seed
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerControl
 
 from . import dist
 from .disk import describe_fault, find_fault
 from .errors import CheckpointError, RunStopped
 from .manifest import place_partial, publish, rotate
 from .nonfinite import FiniteTrainer, NonfiniteRule
-from .stopping import StopRequest
+from .stopping import SAVE_SIGNAL, StopRequest
 
 _STATE_NAME = "trainer_state.json"  # what transformers calls it
 _ARGUMENTS_NAME = "training_args.bin"
@@ -39,7 +39,7 @@ class Survival:
 
     `facts` go into each checkpoint's manifest. `rows_per_step` is given where each epoch is to be made of whole steps
     (`global_batch_size`). `saved_world_size` is that of the checkpoint that is gone on from. `tell` shows a line to the
-    person, on one rank.
+    person, on one rank; `enter` is told the phase that the trainer comes to, and the step.
     """
 
     stop: StopRequest
@@ -48,6 +48,7 @@ class Survival:
     rows_per_step: int | None
     saved_world_size: int | None
     tell: Callable[[str], None]
+    enter: Callable[[Literal["evaluate", "save"], int], None]
 
 
 class SurvivingTrainer(FiniteTrainer):
@@ -57,11 +58,13 @@ class SurvivingTrainer(FiniteTrainer):
     """
 
     survival: Survival
+    control: TrainerControl
 
     def __init__(self, *args: Any, survival: Survival, **kwargs: Any) -> None:
         self.survival = survival
         self._host_group = dist.HostGroup.of_all()
         self._stop_signal = 0
+        self._saves_now = False
         self._saved_step = -1
         self._sampler: _EpochSampler | None = None
         self._best: _Best | None = None  # the one that is on the disk
@@ -86,14 +89,16 @@ class SurvivingTrainer(FiniteTrainer):
                 self.state.best_model_checkpoint = str(best)
             self._best = self._read_best()
         super()._run_epoch(*args, **kwargs)
-        self._stop_if_asked()
+        self._do_as_asked()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         numbers = self._read_numbers(grad_norm)
         asked = self.survival.stop.signal_name
         own = [signal.Signals[asked].value if asked else 0, not all(map(math.isfinite, numbers))]
-        self._stop_signal, is_any_bad = self._host_group.find_largest(own)
+        own.append(self._saves_now or self.survival.stop.take_save())
+        self._stop_signal, is_any_bad, saves_now = self._host_group.find_largest(own)
+        self._saves_now = bool(saves_now)
         if is_any_bad:
             self._judge(model, numbers)
         return grad_norm
@@ -118,7 +123,21 @@ class SurvivingTrainer(FiniteTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if not float(self.state.epoch).is_integer():  # at an epoch's end its own evaluation and save are still to come
-            self._stop_if_asked()
+            self._do_as_asked()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.survival.enter("evaluate", self.state.global_step)
+        return super().evaluate(*args, **kwargs)
+
+    def _do_as_asked(self) -> None:
+        if self._saves_now:
+            if self._saved_step != self.state.global_step:
+                self._save_checkpoint(self.model, None)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            if self._saved_step == self.state.global_step:
+                self.survival.tell(f"{self._name_checkpoint()} was asked for ({SAVE_SIGNAL.name}), and is complete")
+        self._stop_if_asked()
+        self._saves_now = False
 
     def _stop_if_asked(self) -> None:
         is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
@@ -143,6 +162,7 @@ class SurvivingTrainer(FiniteTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint that is complete or not there at all; go on without it where the disk does not take it."""
         checkpoint = self._name_checkpoint()
+        self.survival.enter("save", self.state.global_step)
         self.store_flos()
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(checkpoint)
@@ -193,8 +213,8 @@ class SurvivingTrainer(FiniteTrainer):
 
     @property
     def _is_resumable(self) -> bool:
-        """Whether a checkpoint is to hold more than the adapter: one that a stop asks for is to be gone on from."""
-        return not self.args.save_only_model or bool(self._stop_signal)
+        """Whether a checkpoint is to hold more than the adapter: one that a person asks for is to be gone on from."""
+        return not self.args.save_only_model or bool(self._stop_signal) or self._saves_now
 
     def _complete(self, checkpoint: Path) -> None:
         if self.args.should_save:

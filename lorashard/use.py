@@ -35,6 +35,7 @@ def load_for_use(adapter: str, options: UseOptions, num_cached_tokens: int) -> P
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
+        quantization=options.quantization,
         allow_base_mismatch=options.allow_base_mismatch,
         num_cached_tokens=num_cached_tokens,
         **options.placement_options(),

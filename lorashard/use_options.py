@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .base_options import BaseOptions, RankOptions
 from .config import collect_options, read_own_options
@@ -15,8 +15,10 @@ from .options import read_command_line
 from .placement import PlacementOptions, explain_invalid
 
 
-class CommandOptions(RankOptions):
-    """What a command takes: first its positional words, then options as in a run."""
+class CommandWords(BaseModel):
+    """What a command takes: first its positional words, then options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     positionals: ClassVar[tuple[str, ...]] = ()
     num_required: ClassVar[int] = 0
@@ -54,11 +56,17 @@ class CommandOptions(RankOptions):
             raise ConfigError(explain_invalid(error)) from error
 
 
+class CommandOptions(CommandWords, RankOptions):
+    """What a command takes that computes on ranks."""
+
+
 class UseOptions(PlacementOptions, BaseOptions, CommandOptions):
     """An adapter on its base, which rests anywhere."""
 
     base: str | None = None
     """The base's folder or hub id, if it is not where the adapter says."""
+    quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
+    """What the base is quantised to. Not given: what it was when the adapter was trained."""
 
     def placement_options(self) -> dict[str, Any]:
         """Return the arguments of `load` that say where the base rests."""
@@ -79,6 +87,12 @@ class MergeOptions(BaseOptions, CommandOptions):
     """The base's folder or hub id, if it is not where the adapter says."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # type: ignore[assignment]
     """What is computed in and written; `auto` is the base's own."""
+    quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
+    """What the base is quantised to before it is dequantised and merged. Not given: what it was when the adapter was
+    trained; `none` merges into the original weights."""
+    requantize: Literal["nf4", "int8"] | None = None
+    """Quantise what is merged, and write it as bitsandbytes does, for transformers to load. With nf4, scales are
+    quantised too if they were in training."""
     max_shard_size: str = Field(default="5GB", pattern=r"^\d+ ?([KMGT]i?B)?$")
     """The largest file of weights: bytes, or such as 5GB or 500MB."""
     push_to_hub: str | None = None
@@ -128,18 +142,12 @@ class GenerateOptions(UseOptions):
         return self
 
 
-class ChatOptions(UseOptions):
-    """`lorashard chat ADAPTER`."""
+Source = Literal["base", "adapter"]
 
-    positionals = ("adapter",)
-    num_required = 1
 
-    adapter: str
-    """An adapter's folder, a run's, or a hub id."""
-    base_only: bool = False
-    """Talk to the base, with the adapter off."""
-    compare: bool = False
-    """Answer with the adapter and without it, one after the other."""
+class AnswerOptions(BaseModel):
+    """How a chat answers."""
+
     system: str | None = None
     """The system's message."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -152,12 +160,59 @@ class ChatOptions(UseOptions):
     """Sample from the most probable tokens that together have this probability."""
     top_k: int = Field(default=50, ge=0)
     """Sample from this many of the most probable tokens; 0 for all."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**63)
     """Of the sampling."""
+
+
+class ChatOptions(AnswerOptions, UseOptions):
+    """`lorashard chat ADAPTER`."""
+
+    positionals = ("adapter",)
+    num_required = 1
+
+    adapter: str
+    """An adapter's folder, a run's, or a hub id."""
+    base_only: bool = False
+    """Talk to the base, with the adapter off."""
+    compare: bool = False
+    """Answer with the adapter and without it, one after the other."""
+    as_json: bool = False
+    """Talk with a program: JSON lines on stdin and stdout."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatOptions:
         _refuse_base_twice(self)
+        return self
+
+
+class ChatRequest(AnswerOptions):
+    """A line that a program writes to `lorashard chat --json`; what it leaves out is as on the command line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    content: str | None = None
+    """What the user says next, in the conversation that is kept for each source."""
+    sources: list[Source] | None = Field(default=None, min_length=1)
+    """Who answers `content`."""
+    conversations: dict[Source, str | list[dict[str, Any]]] | None = Field(default=None, min_length=1)
+    """Messages to answer, or a text to go on with, by who answers: as they stand, and without being kept."""
+    reset: bool = False
+    """Forget the conversations that are kept."""
+    cancel: bool = False
+    """End the answer that is being made."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        num_asked = sum((self.content is not None, self.conversations is not None, self.reset, self.cancel))
+        if num_asked != 1:
+            raise ConfigError(
+                "expected one of content, conversations, reset and cancel, found "
+                + ("none" if num_asked == 0 else "several")
+            )
+        if self.sources is not None and len(set(self.sources)) < len(self.sources):
+            raise ConfigError("sources: expected each once")
+        if self.conversations is not None and (self.sources is not None or self.system is not None):
+            raise ConfigError("conversations name their sources and hold their system messages: leave these out")
         return self
 
 
@@ -228,7 +283,8 @@ class VerifyOptions(UseOptions):
     merged: str | None = None
     """A merged model, whose logits are to be those of the adapter on its base."""
     model_name_or_path: str | None = None
-    """Compare every adapter gradient of this model, sharded, with those of the model as a whole."""
+    """Compare every adapter gradient of this model, sharded, with those of the model as a whole; with `quantization`,
+    of the model as a whole with dequantised weights."""
     dataset: str | None = None
     """Rows to compare logits on; not given: those of the run, if they are still there, else made-up ones."""
     num_rows: int = Field(default=4, ge=1)

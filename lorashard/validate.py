@@ -8,16 +8,21 @@ from pathlib import Path
 
 from huggingface_hub import constants, get_safetensors_metadata, model_info
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from transformers import PreTrainedConfig
 
 from .config import RunConfig
 from .data.options import DataOptions
 from .data.prepare import prepare
 from .data.tokenizer import load_tokenizer
 from .devices import check_device, choose_ranks, find_gpus
+from .disk import show_bytes
 from .errors import CheckpointError
+from .initialisation import is_derived
 from .launch import check_output_dir
 from .model.checkpoint import Checkpoint, explain_hub_errors, resolve_folder
+from .model.stored_formats import find_stored_format, settle_quantization
 from .plugins import refuse_plugins
+from .quantization.options import describe_quantization
 
 
 def validate(config: RunConfig) -> Iterator[str]:
@@ -34,16 +39,12 @@ def validate(config: RunConfig) -> Iterator[str]:
     _check_trainer_options(config, choice.device_type, choice.num_ranks)
     yield "options: accepted by TRL and transformers"
     yield f"model: {describe_model(config.model_name_or_path, config.model_revision)}"
+    if (kept := _describe_format(config)) is not None:
+        yield f"base: {kept}"
     if config.reward_model_name_or_path is not None:
         yield f"reward model: {describe_model(config.reward_model_name_or_path, None)}"
     yield f"adapter: {_describe_adapter(config)}"
-    tokenizer = load_tokenizer(
-        config.model_name_or_path,
-        config.model_revision,
-        config.trust_remote_code,
-        config.chat_template_path,
-        config.eos_token,
-    )
+    tokenizer = load_tokenizer(**config.tokenizer_options())
     prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
     yield f"dataset: {prepared.report.summary()}"
     if prepared.eval_report is not None:
@@ -59,15 +60,40 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
         load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
 
 
+def _describe_format(config: RunConfig) -> str | None:
+    """Return what the base is kept as, where it is stored or asked for quantised."""
+    name = config.model_name_or_path
+    values, _ = PreTrainedConfig.get_config_dict(name, revision=config.model_revision)
+    stored = find_stored_format(values, name)
+    quantization = settle_quantization(stored, config.resolve_quantization(), name)
+    if stored is None:
+        return describe_quantization(quantization) if quantization else None
+    kept = describe_quantization(quantization) if quantization else f"dequantised to {config.dtype} while it is read"
+    return f"stored as {stored.description}; {kept}"
+
+
 def _describe_adapter(config: RunConfig) -> str:
     """Make the model and its adapter without weights, and find the units that the base is sharded by."""
     from .forecast import describe_base
+    from .merging.derived import check_derivable
     from .model.adapters import check_coverage
+    from .model.loftq import make_lora
+    from .model.origin import find_derived_dir
     from .model.stacks import find_layers
 
     model = describe_base(config).build(config.unit_paths)
     check_coverage(model, describe_base(config).lora)  # not the one that PEFT has written into
-    return f"{model.get_nb_trainable_parameters()[0]:,} trainable parameters; {len(find_layers(model))} layers to shard"
+    derived = ""
+    if is_derived(config.init_lora_weights):
+        check_derivable(model, make_lora(config.lora_options()))
+        num_bytes = sum(
+            p.numel() * p.element_size() for p in model.get_base_model().parameters() if not p.requires_grad
+        )
+        derived = (
+            f"; {config.init_lora_weights} keeps a derived base of {show_bytes(num_bytes)} in {find_derived_dir()}"
+        )
+    num_parameters, num_layers = model.get_nb_trainable_parameters()[0], len(find_layers(model))
+    return f"{num_parameters:,} trainable parameters; {num_layers} layers to shard{derived}"
 
 
 def describe_model(name: str, revision: str | None) -> str:
@@ -84,7 +110,7 @@ def describe_model(name: str, revision: str | None) -> str:
         return _describe_hub_model(name, revision)
     with Checkpoint.open(folder) as checkpoint:
         num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        return f"{len(checkpoint.tensors)} tensors, {num_bytes / 2**30:.2f} GiB in {folder}"
+        return f"{len(checkpoint.tensors)} tensors, {show_bytes(num_bytes)} in {folder}"
 
 
 def _describe_hub_model(name: str, revision: str | None) -> str:

@@ -11,7 +11,9 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,11 +32,13 @@ class HubRepo:
     Attributes:
         is_gated: Nobody may download its files.
         cut_at_byte: By path, where every connection breaks that sends this file.
+        bytes_per_s: How fast each connection sends large files; None for as fast as it can.
     """
 
     folder: Path
     is_gated: bool = False
     cut_at_byte: dict[str, int] = field(default_factory=dict)
+    bytes_per_s: int | None = None
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -267,4 +271,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(sent)
+        speed = self.hub.repos[repo].bytes_per_s if path.endswith(LARGE_SUFFIXES) else None
+        if speed is None:
+            self.wfile.write(sent)
+            return
+        with suppress(ConnectionError):  # the client wants no more
+            for begin in range(0, len(sent), speed // 10):
+                self.wfile.write(sent[begin : begin + speed // 10])
+                time.sleep(0.1)

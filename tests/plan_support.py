@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from tiny import add_lora, build_base, set_checkpointing
+from tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lorashard.plan.size import build_meta_model
 from lorashard.plan.trace import Microbatch
+from lorashard.quantization.options import Quantization
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+FORMATS = (
+    Quantization("nf4"),
+    Quantization("nf4", double_quant=True),
+    Quantization("int8"),
+    Quantization("fp8", has_vocabulary=True),
+)
 
 
 def build_meta(base: PreTrainedModel, dropout: float = 0.0, **lora: Any):
@@ -51,3 +58,21 @@ def measure_peak(step: Callable[[], object]) -> int:
         live_bytes += event.nbytes()
         peak_bytes = max(peak_bytes, live_bytes)
     return peak_bytes
+
+
+def build_experts(**sizes: Any) -> PreTrainedModel:
+    """Return a seeded base of which the experts' weights are stacked."""
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options | sizes)).to(torch.bfloat16)

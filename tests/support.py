@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 
+from lorashard.lock import find_process
+
 
 def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100) -> list[Any]:
     """Run `body(rank, *args)` on `world_size` gloo ranks and return what each returned.
@@ -41,6 +43,17 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def wait_for_end(pid: int, timeout_s: float) -> None:
+    """Wait until a process has ended that this one has not started.
+
+    It may stay a zombie: in a container the first process, which inherits it, often waits for nobody.
+    """
+    begin_s, deadline_s = time.time(), time.monotonic() + timeout_s
+    while find_process(pid, begin_s) is not None:
+        assert time.monotonic() < deadline_s, f"process {pid} has not ended in {timeout_s:g} s"
+        time.sleep(0.02)
 
 
 def _collect(ranks: list, results: Any, deadline_s: float) -> list[Any]:

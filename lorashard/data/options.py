@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Of the files that rows are read from.
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
 
 class DataOptions(BaseModel):
     """Which rows to train on, what they may look like, and how they become tokens and labels.

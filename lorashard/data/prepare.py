@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 import datasets
 from datasets.arrow_writer import ArrowWriter
 from datasets.utils import tqdm
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError
@@ -42,6 +44,10 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "trl")
 _WRITE_ROWS = 1000
 _PLACES_SUFFIX = "places"
 _SHOWN_TOKENS = 12
+_PROGRESS_SUFFIX = ".progress"
+_INTERVAL_S = 1.0
+
+Progress = Callable[[int, int | None, str], None]
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     cache_dir: Path | None = None,
     method: Method = METHODS["sft"],
+    progress: Progress | None = None,
 ) -> Prepared:
     """Tokenise, label, cut, pack and shuffle a dataset, or find it done before.
 
@@ -95,6 +102,7 @@ def prepare(
         tokenizer: As `load_tokenizer` returns it.
         cache_dir: Where results are kept; by default `lorashard` in the datasets library's cache.
         method: What the rows are for.
+        progress: Told how many rows are done, of how many if that is known, and "rows", whichever process does them.
 
     Raises:
         DataError: A dataset is missing, its columns are not recognised, or rows cannot be trained on.
@@ -106,10 +114,55 @@ def prepare(
     folder = cache_dir / _hash_inputs(options, identities, tokenizer, method)
     if not folder.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):  # given back by the system should this process die
+        counter = _Counter(folder.with_suffix(_PROGRESS_SUFFIX), progress)
+        with counter.wait_for(FileLock(folder.with_suffix(".lock"))):  # the system frees it should this process die
             if not folder.is_dir():
-                _build(folder, sources, identities, options, tokenizer, method)
+                _build(folder, sources, identities, options, tokenizer, method, counter)
     return _load(folder, options)
+
+
+class _Counter:
+    """Counts the rows that are done; processes that wait for this one read of it in a file."""
+
+    def __init__(self, file: Path, progress: Progress | None) -> None:
+        self._file = file
+        self._progress = progress
+        self._done = 0
+        self._total: int | None = None
+        self._told_s = time.monotonic()
+
+    @contextmanager
+    def wait_for(self, lock: FileLock) -> Iterator[None]:
+        """Hold a lock; tell meanwhile how far the process is that has it."""
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=_INTERVAL_S)
+            except Timeout:
+                with suppress(OSError, ValueError):  # it has just begun, or is done
+                    self._tell(*json.loads(self._file.read_text()))
+        try:
+            yield
+        finally:
+            self._file.unlink(missing_ok=True)
+            lock.release()
+
+    def expect(self, total: int | None) -> None:
+        """Say how many rows there are."""
+        self._total = total
+
+    def add(self) -> None:
+        """Count one that is done."""
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _INTERVAL_S:
+            self._told_s = now_s
+            self._tell(self._done, self._total)
+            with suppress(OSError):  # a full disk, which those who write the rows tell of
+                self._file.write_text(json.dumps([self._done, self._total]))
+
+    def _tell(self, done: int, total: int | None) -> None:
+        if self._progress is not None:
+            self._progress(done, total, "rows")
 
 
 def _open_sources(options: DataOptions) -> dict[str, Source]:
@@ -128,16 +181,20 @@ def _build(
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     method: Method,
+    counter: _Counter,
 ) -> None:
+    most = {"train": options.max_train_samples, "eval": options.max_eval_samples}
+    counts = [source.count_rows(most[name]) for name, source in sources.items()]
+    counter.expect(None if None in counts else sum(filter(None, counts)))
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
     unfinished.mkdir()
     try:
         for name, source in sources.items():
             if method.is_prepared_here:
-                report = _encode_split(unfinished, name, source, options, tokenizer)
+                report = _encode_split(unfinished, name, source, options, tokenizer, counter)
             else:
-                report = _copy_split(unfinished, name, source, options, tokenizer, method)
+                report = _copy_split(unfinished, name, source, options, tokenizer, method, counter)
             (unfinished / f"{name}.json").write_text(json.dumps(asdict(report), indent=1))
             if source.identify() != identities[name]:
                 raise DataError(f"dataset {source.name!r} changed while it was being read: start again")
@@ -151,7 +208,12 @@ def _build(
 
 
 def _encode_split(
-    folder: Path, name: str, source: Source, options: DataOptions, tokenizer: PreTrainedTokenizerBase
+    folder: Path,
+    name: str,
+    source: Source,
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    counter: _Counter,
 ) -> DataReport:
     packing = options.packing
     max_samples = options.max_train_samples
@@ -177,6 +239,7 @@ def _encode_split(
         path.with_suffix(f".{_PLACES_SUFFIX}").open("w", encoding="utf-8") as places,
     ):
         for place, result in progress:
+            counter.add()
             report.add(place, result)
             if isinstance(result, Encoding):
                 writer.write({"input_ids": result.input_ids, "labels": result.labels})
@@ -190,7 +253,13 @@ def _encode_split(
 
 
 def _copy_split(
-    folder: Path, name: str, source: Source, options: DataOptions, tokenizer: PreTrainedTokenizerBase, method: Method
+    folder: Path,
+    name: str,
+    source: Source,
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    method: Method,
+    counter: _Counter,
 ) -> DataReport:
     """Check the rows of a source and write what the trainer reads of them, which takes two passes over it."""
     max_samples = options.max_eval_samples if name == "eval" else options.max_train_samples
@@ -203,6 +272,7 @@ def _copy_split(
 
     def count() -> Iterator[dict[str, Any]]:
         for place, row in rows:
+            counter.add()
             if isinstance(row, BadRow):
                 report.skip(place, row)
                 continue

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,10 +22,12 @@ from huggingface_hub.file_download import repo_folder_name
 
 from ..errors import DataError
 from ..links import find_link_out
+from .options import DATA_SUFFIXES
 
 _JSON_CHUNK_CHARS = 1 << 16
 _CSV_FIELD_CHARS = 1 << 30
 _BATCH_ROWS = 256
+_COUNT_CHUNK_BYTES = 1 << 20
 
 
 class BadRow(Exception):
@@ -57,6 +60,21 @@ class FileSource:
         """Return what changes when a file's contents do: its path, size and time of change."""
         stats = [(path, path.stat()) for path in self.paths]
         return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+    def count_rows(self, most: int | None = None) -> int | None:
+        """Return how many rows there are, up to `most`; where parsing alone would tell, `most`."""
+        is_parquet = all(path.suffix == ".parquet" for path in self.paths)
+        if not is_parquet and not all(path.suffix == ".jsonl" for path in self.paths):
+            return most
+        total = 0
+        try:
+            for number in chain.from_iterable(map(_count_parquet if is_parquet else _count_lines, self.paths)):
+                total += number
+                if most is not None and total >= most:
+                    return most
+        except (OSError, pa.ArrowException):  # whoever reads the rows says what is wrong
+            return most
+        return total
 
     def read(self) -> Iterator[Row]:
         """Yield every row of every file."""
@@ -99,6 +117,11 @@ class HubSource:
         folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=self.name, repo_type="dataset"))
         ref = folder / "refs" / self.revision
         return ref.read_text().strip() if ref.is_file() else self.revision
+
+    def count_rows(self, most: int | None = None) -> int | None:
+        """Download the split if it is not yet cached, and return how many rows it has, up to `most`."""
+        num_rows = len(self._ask(datasets.load_dataset, split=self.split))
+        return num_rows if most is None else min(num_rows, most)
 
     def read(self) -> Iterator[Row]:
         """Download the split if it is not yet cached, and yield every row."""
@@ -181,6 +204,17 @@ def _open_folder(name: str, folder: Path, split: str) -> FileSource:
     others = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path not in known)
     ignored = sorted(path.as_posix() for path in others if not any(part.startswith(".") for part in path.parts))
     return FileSource(name, tuple(splits[split]), root, tuple(ignored))
+
+
+def _count_parquet(path: Path) -> Iterator[int]:
+    yield pq.read_metadata(path).num_rows
+
+
+def _count_lines(path: Path) -> Iterator[int]:
+    """Yield how many lines are in each part of a file."""
+    with path.open("rb") as file:
+        while chunk := file.read(_COUNT_CHUNK_BYTES):
+            yield chunk.count(b"\n")
 
 
 def _read_jsonl(path: Path, name: str) -> Iterator[Row]:
@@ -307,7 +341,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row]:
         raise DataError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
 
 
-_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+_READERS = dict(zip(DATA_SUFFIXES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))
 
 
 def _check_object(place: str, value: Any) -> Row:

@@ -1,12 +1,13 @@
 """The engine: a sharded, frozen base under torch modules. Knows torch only, nothing of Hugging Face.
 
-Reading order: layout, copies, home, placeholder, slots, streams, unit, schedule, autograd, engine.
+Reading order: layout, copies, home, stand_in, placeholder, packed, slots, streams, unit, schedule, autograd, engine.
 """
 
 from .copies import HostCopies
 from .engine import Engine, Stats, Visit
 from .home import DeviceHome, FileHome, Home, HostHome
 from .layout import Layout, Piece, plan_layout
+from .packed import Packed, Packing, Part, Workspace
 from .placeholder import Placeholder
 from .unit import Owner, State, Unit, Weight
 
@@ -19,6 +20,9 @@ __all__ = [
     "HostHome",
     "Layout",
     "Owner",
+    "Packed",
+    "Packing",
+    "Part",
     "Piece",
     "Placeholder",
     "State",
@@ -26,5 +30,6 @@ __all__ = [
     "Unit",
     "Visit",
     "Weight",
+    "Workspace",
     "plan_layout",
 ]

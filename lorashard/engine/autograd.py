@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .packed import Packed, View
 from .slots import SlotPool
 from .unit import Unit
 
@@ -39,6 +40,15 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedHandle:
+    """Which weight of a unit a saved `Packed` stands for, and the views that were taken of it."""
+
+    unit: Unit
+    number: int
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """A tensor that is in no slot, and its version: hooks switch torch's own check for in-place changes off."""
 
@@ -54,7 +64,7 @@ class _Outer:
 
 
 @contextlib.contextmanager
-def saved_handles(pool: SlotPool, restore: Callable[[Handle], torch.Tensor]) -> Iterator[None]:
+def saved_handles(pool: SlotPool, restore: Callable[[Handle | PackedHandle], torch.Tensor]) -> Iterator[None]:
     """While the body runs, save handles for tensors in `pool`; `restore` turns one back into a tensor.
 
     See [Saved handles] and [Innermost hooks win].
@@ -67,13 +77,16 @@ def saved_handles(pool: SlotPool, restore: Callable[[Handle], torch.Tensor]) -> 
         slot = pool.find(tensor)
         if slot is not None and slot.owner is not None:
             return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if isinstance(tensor, Packed):
+            place = tensor.weight.place
+            return _Kept(tensor, 0) if place is None else PackedHandle(*place, tensor.views)
         if outer is not None:
             return _Outer(outer[0](tensor))
         # Detached: a node that kept its own output would be a cycle that nothing collects.
         return _Kept(tensor.detach(), tensor._version)
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
+        if isinstance(packed, (Handle, PackedHandle)):
             return restore(packed)
         if isinstance(packed, _Outer):
             assert outer is not None

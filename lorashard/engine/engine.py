@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..dist import ShardGroup
 from ..errors import ShardError
-from .autograd import Handle, first_differentiable, is_in_backward, saved_handles
+from .autograd import Handle, PackedHandle, first_differentiable, is_in_backward, saved_handles
 from .schedule import Direction, farthest
 from .slots import Slot, SlotPool, plan_slots
 from .streams import SideStream
@@ -60,6 +60,7 @@ class Stats:
         bytes_at_rest: bytes of the base that rest on this rank's device: shards, and what is resident.
         host_bytes_at_rest: bytes that rest in this rank's own host memory. Mapped files are nobody's own.
         wait_s: seconds that the computation waited for gathers.
+        workspace_bytes: what quantised weights are unpacked to, one at a time, as large as it had to be so far.
     """
 
     num_gathers: int
@@ -73,6 +74,7 @@ class Stats:
     bytes_at_rest: int
     host_bytes_at_rest: int
     wait_s: float
+    workspace_bytes: int
 
 
 class Engine:
@@ -142,6 +144,7 @@ class Engine:
             bytes_at_rest=sum(unit.home.device_bytes for unit in self.units),
             host_bytes_at_rest=sum(unit.home.host_bytes for unit in self.units),
             wait_s=self._stream.waited_s(),
+            workspace_bytes=sum(workspace.num_bytes for workspace in {unit.workspace for unit in self.units}),
         )
 
     @contextlib.contextmanager
@@ -359,11 +362,14 @@ class Engine:
             else:
                 self._recover()
 
-    def _restore(self, handle: Handle) -> torch.Tensor:
+    def _restore(self, handle: Handle | PackedHandle) -> torch.Tensor:
         if is_in_backward():
             self._enter_backward(handle.unit)
         else:
             self._make_whole(handle.unit)
+        if isinstance(handle, PackedHandle):
+            packed = handle.unit.packed(handle.number).viewed(handle.views)
+            return packed if is_in_backward() else packed.unpack()
         assert handle.unit.slot is not None
         tensor = handle.unit.slot.view(handle.dtype, handle.shape, handle.stride, handle.offset)
         if not is_in_backward():

@@ -13,7 +13,8 @@ from torch.profiler import record_function
 
 from ..dist import Work
 from .home import Home
-from .layout import Layout
+from .layout import Field, Layout
+from .packed import Packed, PackedWeight, Packing, Workspace
 from .placeholder import Placeholder
 from .slots import Slot
 from .streams import SideStream
@@ -38,10 +39,15 @@ class Owner:
 
 @dataclass
 class Weight:
-    """A frozen tensor of the base and every place that reads it (tied weights have several)."""
+    """A frozen tensor of the base and every place that reads it (tied weights have several).
+
+    Args:
+        packing: how it rests, if not as it is computed with: then several fields of the layout are its parts.
+    """
 
     placeholder: Placeholder
     owners: list[Owner]
+    packing: Packing | None = None
 
 
 class Unit:
@@ -52,12 +58,21 @@ class Unit:
     Memory: its home's at rest; one slot (`layout.total_bytes`) while not SHARDED.
     """
 
-    def __init__(self, name: str, index: int, size_class: str, weights: Sequence[Weight], home: Home) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        size_class: str,
+        weights: Sequence[Weight],
+        home: Home,
+        workspace: Workspace | None = None,
+    ) -> None:
         self.name = name
         self.index = index
         self.size_class = size_class
         self.weights = weights
         self.home = home
+        self.workspace = workspace or Workspace()
         self.state = State.SHARDED
         self.slot: Slot | None = None
         self.has_backward_below = False  # whether a backward goes on to the units before this one
@@ -65,7 +80,7 @@ class Unit:
         views = home.views()
         self.is_resident = views is not None
         if views is not None:
-            self._put([nn.Parameter(view, requires_grad=False) for view in views])
+            self._put(self._bind(views))
             self.state = State.UNSHARDED
         else:
             self._put([weight.placeholder for weight in weights])
@@ -96,11 +111,7 @@ class Unit:
             return
         assert self.slot is not None
         self._settle(stream)
-        views = []
-        for field in self.layout.fields:
-            stride = _contiguous_stride(field.shape)
-            views.append(self.slot.view(field.dtype, field.shape, stride, field.begin_byte // field.dtype.itemsize))
-        self._put([nn.Parameter(view, requires_grad=False) for view in views])
+        self._put(self._bind([self._view(self.slot, field) for field in self.layout.fields]))
         self.state = State.UNSHARDED
 
     def reshard(self, stream: SideStream) -> None:
@@ -146,6 +157,38 @@ class Unit:
                 stream.wait(self._work)
             self._work = None
 
+    def packed(self, number: int) -> Packed:
+        """Return the packed weight `number` of this unit, which is whole in its slot."""
+        assert self.slot is not None
+        begin = sum(_count_parts(weight) for weight in self.weights[:number])
+        fields = self.layout.fields[begin : begin + _count_parts(self.weights[number])]
+        return self._pack(number, [self._view(self.slot, field) for field in fields])
+
+    def _bind(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the modules hold, given the tensors of the layout's fields."""
+        bound: list[torch.Tensor] = []
+        begin = 0
+        for number, weight in enumerate(self.weights):
+            parts = views[begin : begin + _count_parts(weight)]
+            begin += len(parts)
+            is_packed = weight.packing is not None
+            bound.append(self._pack(number, parts) if is_packed else nn.Parameter(parts[0], requires_grad=False))
+        return bound
+
+    def _pack(self, number: int, parts: Sequence[torch.Tensor]) -> Packed:
+        weight = self.weights[number]
+        assert weight.packing is not None
+        like = weight.placeholder
+        place = None if self.slot is None else (self, number)
+        return Packed(
+            PackedWeight(like.full_name, tuple(like.shape), like.dtype, weight.packing, parts, self.workspace, place)
+        )
+
+    @staticmethod
+    def _view(slot: Slot, field: Field) -> torch.Tensor:
+        stride = _contiguous_stride(field.shape)
+        return slot.view(field.dtype, field.shape, stride, field.begin_byte // field.dtype.itemsize)
+
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         # Swapped in place, never through `.data`: autograd must see a new tensor, not an old one with new numbers.
         for weight, tensor in zip(self.weights, tensors, strict=True):
@@ -156,6 +199,10 @@ class Unit:
 def _named_range(name: str) -> AbstractContextManager[object]:
     """Show `name` in torch's profiler, if it is running."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def _count_parts(weight: Weight) -> int:
+    return 1 if weight.packing is None else len(weight.packing.parts(weight.placeholder.shape))
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import dist
-from ..engine import Engine, Placeholder
+from ..engine import Engine, Packed, Placeholder
 from ..model.weights import BaseWeights
+from .quantized_base import QuantizedBase
 
 Read = Callable[[str], torch.Tensor]
 
@@ -45,12 +46,21 @@ class Values(Protocol):
 
 
 class FileValues:
-    """The base's files, but for what the model has in memory with another value, or they have not."""
+    """The base's files, but for what the model has in memory with another value, or they have not.
+
+    Weights that were quantised in training have the numbers that they had there.
+    """
 
     def __init__(
-        self, weights: BaseWeights, held: set[str], in_model: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        weights: BaseWeights,
+        held: set[str],
+        in_model: Mapping[str, torch.Tensor],
+        device: torch.device,
+        quantized: QuantizedBase,
     ) -> None:
         self._weights, self._held, self._in_model, self._device = weights, held, in_model, device
+        self._quantized = quantized
 
     @contextmanager
     def open(self, units: Sequence[MergeUnit]) -> Iterator[Read]:
@@ -62,11 +72,14 @@ class FileValues:
         if name in self._held or name not in self._weights.names:
             dtype = self._weights.target_dtype(name) if name in self._weights.names else self._in_model[name].dtype
             return self._in_model[name].detach().to(self._device, dtype, copy=True)
-        return self._weights.read(name).to(self._device)
+        return self._quantized.restore(name, self._weights.read(name).to(self._device))
 
 
 class EngineValues:
-    """A sharded base in memory: units are gathered in order, and each kept by the rank that will merge it."""
+    """A sharded base in memory: units are gathered in order, and each kept by the rank that will merge it.
+
+    What is quantised there is unpacked.
+    """
 
     def __init__(
         self, engine: Engine, in_model: Mapping[str, torch.Tensor], base: BaseTensors, device: torch.device
@@ -90,7 +103,7 @@ class EngineValues:
 
         def take(name: str) -> torch.Tensor:
             tensor = self._in_model[name]
-            value = held.get(id(tensor), tensor)
+            value = tensor.unpack() if isinstance(tensor, Packed) else held.get(id(tensor), tensor)
             return value.detach().to(self._device, self._base.tensors[name].dtype, copy=True)
 
         yield take

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,7 +31,13 @@ _NOT_OF_A_MODEL = ("config.json", INDEX_NAME, "*.index.json", "adapter_config.js
 
 
 def write_companions(
-    folder: Path, model: PreTrainedModel, dtype: torch.dtype, is_untied: bool, base: Path | None, tokenizer: Path | None
+    folder: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    is_untied: bool,
+    base: Path | None,
+    tokenizer: Path | None,
+    quantization_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the config, generation config, tokenizer, chat template and code of a model into `folder`.
 
@@ -38,12 +46,13 @@ def write_companions(
         is_untied: the merged model's embedding and head are two weights where the base's were one.
         base: the folder of the base; without it the config is the model's.
         tokenizer: a folder whose tokenizer goes before the base's, if it has one.
+        quantization_config: what tells how the weights are quantised; None if they are not, whatever the base was.
     """
     has_own = tokenizer is not None and (tokenizer / "tokenizer_config.json").is_file()
     if base is None:
-        _save_config(folder, model, dtype, is_untied)
+        _save_config(folder, model, dtype, is_untied, quantization_config)
     else:
-        _copy_config(folder, model, dtype, is_untied, base)
+        _copy_config(folder, model, dtype, is_untied, base, quantization_config)
         for file in sorted(base.iterdir()):
             is_tokenizer = _matches(file, _TOKENIZER_FILES)
             is_wanted = not has_own if is_tokenizer else _matches(file, _OTHER_FILES)
@@ -64,13 +73,24 @@ def _matches(file: Path, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(file.name, pattern) for pattern in patterns)
 
 
-def _copy_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, is_untied: bool, base: Path) -> None:
+def _copy_config(
+    folder: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    is_untied: bool,
+    base: Path,
+    quantization_config: Mapping[str, Any] | None,
+) -> None:
     """Write the base's config with what merging has changed; all else stays as it is, known to transformers or not."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [_class_name(model)]
     parts = [config] + [part for part in config.values() if isinstance(part, dict) and "model_type" in part]
+    for part in parts:
+        part.pop("quantization_config", None)
+    if quantization_config is not None:
+        config["quantization_config"] = dict(quantization_config)
     for part in parts[1:]:
         if part.pop("torch_dtype", None) or "dtype" in part:
             part["dtype"] = config["dtype"]
@@ -83,8 +103,16 @@ def _copy_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, is_un
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, is_untied: bool) -> None:
+def _save_config(
+    folder: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    is_untied: bool,
+    quantization_config: Mapping[str, Any] | None,
+) -> None:
     config = deepcopy(model.config)
+    if quantization_config is not None:
+        config.quantization_config = dict(quantization_config)
     config.dtype = dtype
     config.architectures = [_class_name(model)]
     if is_untied:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,14 @@ from ..model.model_config import read_model_config
 from ..model.refusals import check_config
 from ..model.saved import count_labels, read_config, restore
 from ..model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase
+from ..model.stored_formats import settle_quantization
 from ..model.units import find_units
 from ..model.weights import PIECE_BYTES, BaseWeights
+from ..quantization.options import Quantization
 from .base_values import BaseTensors, EngineValues, FileValues, MergeUnit, Read, Values, describe, own_unit
 from .companions import write_companions
+from .quantized_base import QuantizedBase, find_tied_quantizers
+from .requantized import QuantizedSpelling, Requantized, find_requantized
 from .spelling import ModelSpelling, OriginalSpelling, Spelling
 from .staging import check_target, publish
 from .targets import find_targets, find_tuner, merge_target, named_base_tensors, to_base_name
@@ -54,6 +59,7 @@ class MergeReport:
         num_files: files that hold weights.
         num_bytes: bytes of these files.
         is_untied: the embedding and the LM head are two weights where the base's were one.
+        num_dequantized: tensors of the model that have the numbers of the quantised base, not those of its files.
     """
 
     out: Path
@@ -63,6 +69,7 @@ class MergeReport:
     num_files: int
     num_bytes: int
     is_untied: bool
+    num_dequantized: int = 0
 
 
 def merge_checkpoint(
@@ -74,11 +81,16 @@ def merge_checkpoint(
     max_shard_size: int | str = "5GB",
     device: torch.device | None = None,
     trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+    quantized_dtype: torch.dtype | None = None,
+    requantize: Quantization | None = None,
+    advance: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
     """Write the base in `base_folder` with a saved adapter merged into it, as a model of its own.
 
     The values are those of `from_pretrained(base, dtype=dtype)`, PEFT's `from_pretrained` and `merge_and_unload` on the
-    same device, bit for bit; the keys are those of the base's files.
+    same device, bit for bit; the keys are those of the base's files. Of a quantised base, they are those of its
+    dequantised weights.
 
     Args:
         adapter: the folder of a saved adapter.
@@ -86,6 +98,10 @@ def merge_checkpoint(
         dtype: what the arithmetic is done in and written; None takes the base's own.
         max_shard_size: of each file, in bytes or such as "5GB".
         device: where the arithmetic is done; the CPU by default.
+        quantization: what the base is quantised to before it is dequantised, and merged.
+        quantized_dtype: what it has before that and is dequantised to; None takes `dtype`.
+        requantize: what the merged weights are quantised to; bitsandbytes' formats alone.
+        advance: told how many units of how many are merged, now and then.
 
     Raises:
         ConfigError: PEFT cannot merge the adapter, or `out` holds something.
@@ -103,7 +119,7 @@ def merge_checkpoint(
     with Checkpoint.open(base_folder) as checkpoint:
         dtype = dtype or find_dtype(base_folder, checkpoint, trust_remote_code)
         plan = partial(
-            _plan_base,
+            plan_base,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -112,13 +128,16 @@ def merge_checkpoint(
         skeleton, weights = plan(base_folder, checkpoint)
         base = describe(skeleton)
         put_placeholders(skeleton, weights, device)
+        quantized = _find_quantized(skeleton, weights, quantization, base, {dtype: quantized_dtype or dtype})
+        requantized = find_requantized(skeleton, requantize)
         held = _hold(skeleton, base, adapter, config)
         model = inject(skeleton, config)
         find_tuner(model)
         restore(model, adapter)
         cast = dtype if dtype_is_given else None
-        files = _Files(base_folder, checkpoint, weights, cast, _dropped_keys(config), plan)
-        return _Merge(model.eval(), skeleton, base, dtype, device, held, files).run(out, max_shard_size, adapter)
+        files = _Files(base_folder, weights, cast, _dropped_keys(config), plan)
+        merge = _Merge(model.eval(), skeleton, base, dtype, device, held, files, quantized, requantized)
+        return merge.run(out, max_shard_size, adapter, advance)
 
 
 def merge_live(
@@ -128,6 +147,8 @@ def merge_live(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     trust_remote_code: bool = False,
+    is_dequantized: bool = True,
+    requantize: Quantization | None = None,
 ) -> MergeReport:
     """Write a sharded model's base with its active adapter merged into it; the model itself stays as it is.
 
@@ -135,9 +156,12 @@ def merge_live(
         model: from `lorashard.load` or `load_adapter`, whose base is read from its files again, or from
             `lorashard.shard`, whose units are gathered one after another.
         dtype: None takes the model's.
+        is_dequantized: of a quantised base, merge into its dequantised weights and not into those of its files.
+        requantize: as for `merge_checkpoint`.
 
     Raises:
-        ConfigError: PEFT cannot merge the adapter, `out` holds something, or `model` is not sharded.
+        ConfigError: PEFT cannot merge the adapter, `out` holds something, `model` is not sharded, or its original
+            weights are asked for and in no file.
         CheckpointError: files are missing or damaged, or writing failed.
 
     Ranks: collective over all ranks, which share the work.
@@ -156,7 +180,13 @@ def merge_live(
     device = live.device
     dtype = dtype or live.dtype
     keys = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+    quantization = loaded.quantization if loaded is not None and is_dequantized else None
     if loaded is None:
+        if not is_dequantized and any(w.packing is not None for unit in engine.units for w in unit.weights):
+            raise ConfigError(
+                "quantization: none: this base was quantised in memory by lorashard.shard, and its original weights "
+                "are gone; leave quantization out, to merge into the dequantised weights"
+            )
         with init_empty_weights(include_buffers=False):
             skeleton = type(live)._from_config(live.config, dtype=dtype)
         skeleton.tie_weights()
@@ -166,14 +196,19 @@ def merge_live(
         if live.can_generate():
             skeleton.generation_config = live.generation_config
         base = describe(skeleton)
-        merge = _Merge(model, skeleton, base, dtype, device, _held_names(keys, base, config), None, engine)
+        held = _held_names(keys, base, config)
+        quantized, requantized = QuantizedBase(), find_requantized(skeleton, requantize)
+        merge = _Merge(model, skeleton, base, dtype, device, held, None, quantized, requantized, engine)
         return merge.run(out, max_shard_size, None)
     with Checkpoint.open(loaded.folder) as checkpoint:
-        plan = partial(_plan_base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        plan = partial(plan_base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
         skeleton, weights = plan(loaded.folder, checkpoint)
         base = describe(skeleton)
-        files = _Files(loaded.folder, checkpoint, weights, None, _dropped_keys(config), plan)
-        merge = _Merge(model, skeleton, base, dtype, device, _held_names(keys, base, config), files, engine)
+        files = _Files(loaded.folder, weights, None, _dropped_keys(config), plan)
+        held = _held_names(keys, base, config)
+        quantized = _find_quantized(skeleton, weights, quantization, base, {dtype: live.dtype})
+        requantized = find_requantized(skeleton, requantize)
+        merge = _Merge(model, skeleton, base, dtype, device, held, files, quantized, requantized, engine)
         return merge.run(out, max_shard_size, None)
 
 
@@ -191,7 +226,6 @@ class _Files:
     """The files of a base, and what becomes of tensors in them that the model does not read."""
 
     folder: Path
-    checkpoint: Checkpoint
     weights: BaseWeights
     cast: torch.dtype | None
     dropped: Sequence[str]
@@ -210,8 +244,11 @@ class _Merge:
         device: torch.device,
         held: set[str],
         files: _Files | None,
+        quantized: QuantizedBase,
+        requantized: Requantized | None,
         engine: Engine | None = None,
     ) -> None:
+        self._quantized, self._requantized = quantized, requantized
         self._model, self._skeleton, self._base, self._dtype, self._files = model, skeleton, base, dtype, files
         self._targets = find_targets(model, base.tensors)
         self._target_of = {name: target for target in self._targets for name in target.made}
@@ -219,13 +256,22 @@ class _Merge:
         in_model = {name: tensor for name, tensor in named_base_tensors(model.base_model.model) if name in base.tensors}
         self._values: Values
         if files is not None:
-            self._values = FileValues(files.weights, held, in_model, device)
+            self._values = FileValues(files.weights, held, in_model, device, quantized)
         else:
             assert engine is not None
             self._values = EngineValues(engine, in_model, base, device)
+        self._dequantized = quantized.quantizers.keys() | (
+            set(filter(files.weights.is_made, files.weights.names)) if files else set()
+        )
         self._units = self._plan_units()
 
-    def run(self, out: Path, max_shard_size: int | str, tokenizer_folder: Path | None) -> MergeReport:
+    def run(
+        self,
+        out: Path,
+        max_shard_size: int | str,
+        tokenizer_folder: Path | None,
+        advance: Callable[[int, int], None] | None = None,
+    ) -> MergeReport:
         """Merge, write, and publish the folder."""
         same, untied = self._settle_ties()
         spelling = self._spell(untied)
@@ -238,6 +284,15 @@ class _Merge:
                 "tie_word_embeddings: false",
                 " and ".join(untied),
             )
+        if self._dequantized and dist.get_rank() == 0:
+            formats = {quantizer.name for quantizer in self._quantized.quantizers.values()}
+            original = "; quantization: none merges into the original weights"
+            _logger.warning(
+                "merging into the dequantised base: %d weights, with an adapter or not, are written as the "
+                "numbers that their quantised form stands for%s",
+                len(self._dequantized),
+                f", quantised to {' and '.join(formats)}{original}" if formats else "",
+            )
         with publish(out, plan.total_bytes) as folder, TensorWriter(folder, plan) as writer:
             together(lambda: writer.create(), on_rank=0)
             num_ranks = dist.get_world_size()
@@ -245,6 +300,8 @@ class _Merge:
                 batch = units[begin : begin + num_ranks]
                 with self._values.open(batch) as read:
                     together(lambda: self._write(own_unit(batch), read, spelling, writer, same))  # noqa: B023
+                if advance is not None:
+                    advance(begin + len(batch), len(units))
             together(writer.flush)
             together(lambda: self._complete(folder, bool(untied), tokenizer_folder), on_rank=0)
         return MergeReport(
@@ -255,11 +312,15 @@ class _Merge:
             len(plan.headers),
             plan.total_bytes,
             bool(untied),
+            len(self._dequantized),
         )
 
     def _complete(self, folder: Path, is_untied: bool, tokenizer_folder: Path | None) -> None:
         base_folder = self._files.folder if self._files else None
-        write_companions(folder, self._skeleton, self._dtype, is_untied, base_folder, tokenizer_folder)
+        quantization_config = self._requantized.config(self._dtype) if self._requantized is not None else None
+        write_companions(
+            folder, self._skeleton, self._dtype, is_untied, base_folder, tokenizer_folder, quantization_config
+        )
         if self._files is not None:
             with Checkpoint.open(folder) as made:  # every tensor finds its place again, or nothing is published
                 self._files.plan(folder, made)
@@ -323,6 +384,12 @@ class _Merge:
         return True
 
     def _spell(self, untied: Sequence[str]) -> Spelling:
+        if self._requantized is None:
+            return self._spell_plain(untied, set())
+        spelling = self._spell_plain(untied, self._requantized.quantizers.keys())
+        return QuantizedSpelling(spelling, self._requantized, self._base.tensors)
+
+    def _spell_plain(self, untied: Sequence[str], requantized: Set[str]) -> Spelling:
         if self._files is None:
             is_tied = {name for names in self._base.ties for name in names} - set(untied)
             ignored = set(self._skeleton._keys_to_ignore_on_save or ())
@@ -339,8 +406,7 @@ class _Merge:
         return OriginalSpelling(
             self._skeleton,
             weights,
-            self._files.checkpoint,
-            self._changed,
+            self._changed | self._dequantized | requantized,
             {name: self._base.tensors[name] for name in added},
             self._files.dropped,
             self._files.cast,
@@ -363,7 +429,7 @@ class _Merge:
                 writer.write(key, begin, value)
         for key in unit.copied:
             assert self._files is not None
-            _copy(self._files.checkpoint, self._files.checkpoint.tensors[key], writer)
+            copy_stored(self._files.weights, self._files.weights.stored[key], writer)
 
     def _value(self, name: str, read: Read, merged: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a tensor as it will be in the merged model; what comes with it is kept in `merged`."""
@@ -372,7 +438,21 @@ class _Merge:
         return merged.pop(name) if name in merged else read(name)
 
 
-def _plan_base(
+def _find_quantized(
+    skeleton: PreTrainedModel,
+    weights: BaseWeights,
+    quantization: Quantization | None,
+    base: BaseTensors,
+    dtypes: Mapping[torch.dtype, torch.dtype],
+) -> QuantizedBase:
+    stored = weights.stored_format
+    settled = settle_quantization(stored, quantization, skeleton.config.name_or_path)
+    if stored is not None and stored.quantization is not None:
+        return QuantizedBase()  # its files are quantised, and read dequantised
+    return QuantizedBase(find_tied_quantizers(skeleton, settled, base.ties), dtypes)
+
+
+def plan_base(
     folder: Path,
     checkpoint: Checkpoint,
     config: PeftConfig,
@@ -420,15 +500,11 @@ def _deal(keys: Sequence[str]) -> list[list[str]]:
     return [list(keys[rank :: dist.get_world_size()]) for rank in range(dist.get_world_size())]
 
 
-def _copy(checkpoint: Checkpoint, stored: StoredTensor, writer: TensorWriter) -> None:
+def copy_stored(weights: BaseWeights, stored: StoredTensor, writer: TensorWriter) -> None:
     step = max(1, PIECE_BYTES // stored.dtype.itemsize)
-    numel = stored.num_bytes // stored.dtype.itemsize
+    numel = math.prod(stored.shape)
     for begin in range(0, numel, step):
-        count = min(step, numel - begin)
-        raw = torch.empty(count * stored.dtype.itemsize, dtype=torch.uint8)
-        offset = begin * stored.dtype.itemsize
-        checkpoint.read_bytes(stored, offset, offset + len(raw), raw)
-        writer.write(stored.key, begin, raw.view(stored.dtype))
+        writer.write(stored.key, begin, weights.read_elements(stored, begin, min(begin + step, numel)))
 
 
 def _one_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..model.checkpoint import Checkpoint, shorten
+from ..model.checkpoint import shorten
 from ..model.keys import Group, Skeleton, is_converted, revert
 from ..model.weights import BaseWeights
 
@@ -28,6 +28,10 @@ class Spelling(Protocol):
     tensors: dict[str, torch.Tensor]
     copied: list[str]
 
+    def key_of(self, name: str) -> str | None:
+        """Return the key of the stored tensor that a model tensor is, whole and by itself; None if there is none."""
+        ...
+
     def batches(self, names: Sequence[str]) -> list[list[str]]:
         """Return the model tensors among `names` that are stored, in groups that must be spelt together."""
         ...
@@ -38,13 +42,15 @@ class Spelling(Protocol):
 
 
 class OriginalSpelling:
-    """As the base's own files have it: the same keys and tensors, whatever transformers makes of them."""
+    """As the base's own files have it: the same keys and tensors, whatever transformers makes of them.
+
+    What is quantised there has the keys and tensors that it had before.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         weights: BaseWeights,
-        checkpoint: Checkpoint,
         changed: Iterable[str],
         added: Mapping[str, torch.Tensor],
         dropped: Sequence[str] = (),
@@ -82,7 +88,7 @@ class OriginalSpelling:
                 if not isinstance(source, Group) or id(source) in self._rewritten:
                     is_covered.add(stored.key)
         self.tensors, self.copied = {}, []
-        for stored in sorted(checkpoint.tensors.values(), key=lambda stored: (stored.file, stored.begin_byte)):
+        for stored in sorted(weights.stored.values(), key=lambda stored: (stored.file, stored.begin_byte)):
             if stored.key not in dtypes:
                 if stored.key.startswith(tuple(dropped)):
                     continue
@@ -96,6 +102,13 @@ class OriginalSpelling:
             self.tensors[key] = meta
         for group in self._rewritten.values():
             self._check_reversible(group, weights)
+
+    def key_of(self, name: str) -> str | None:
+        source = self._sources.get(name)
+        if source is None or isinstance(source, Group) or len(source.runs) != 1:
+            return self._added.get(name)
+        stored = source.runs[0].stored
+        return stored.key if tuple(stored.shape) == source.shape else None
 
     def batches(self, names: Sequence[str]) -> list[list[str]]:
         grouped: dict[object, list[str]] = {}
@@ -165,7 +178,7 @@ class ModelSpelling:
             ConfigError: a conversion needs tensors of several units at once.
         """
         self._model = model
-        self._stored = set(tensors)
+        self._metas = dict(tensors)
         self.copied: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self._is_renaming = not is_converted(model)
@@ -179,8 +192,15 @@ class ModelSpelling:
                 "unit at a time cannot do: save the adapter and merge it with PEFT's merge_and_unload"
             )
 
+    def key_of(self, name: str) -> str | None:
+        if name not in self._metas:
+            return None
+        made = revert(self._model, {name: self._metas[name]})
+        same = [key for key, tensor in made.items() if tensor.shape == self._metas[name].shape]
+        return same[0] if len(made) == 1 and same else None
+
     def batches(self, names: Sequence[str]) -> list[list[str]]:
-        known = [name for name in names if name in self._stored]
+        known = [name for name in names if name in self._metas]
         return [[name] for name in known] if self._is_renaming else [known] if known else []
 
     def spell(self, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:

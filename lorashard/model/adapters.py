@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..engine import Placeholder
 from ..errors import ConfigError, ShardError
+from .loftq import without_loftq
 from .stacks import find_layers
 
 # What PEFT itself adds to modules_to_save of a classifier, whatever the model calls its head.
@@ -34,7 +35,7 @@ def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftMo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
         try:
-            return get_peft_model(model, config, **options)
+            return get_peft_model(model, without_loftq(config), **options)
         except ShardError as error:
             raise ConfigError(f"PEFT rewrites the base to make this adapter, and it is read-only: {error}") from error
         except (ValueError, TypeError, AttributeError, RuntimeError, ImportError, re.error) as error:

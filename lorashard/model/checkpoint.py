@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import tqdm
 
 from ..errors import CheckpointError
 from ..links import find_link_out
@@ -65,6 +67,7 @@ def resolve_folder(
     *,
     allow_download: bool = True,
     may_link: bool = False,
+    progress: Callable[[int, int | None, str], None] | None = None,
 ) -> Path:
     """Return the local folder of a model, downloading it from the hub where it is not on disk yet.
 
@@ -76,6 +79,8 @@ def resolve_folder(
         revision: Branch, tag or commit of a hub id; has no meaning for a folder.
         allow_download: False takes only what is in the hub's cache.
         may_link: Files of a folder may be links to anywhere: lorashard has made it itself.
+        progress: Told, while weights are downloaded, how many bytes are there, of how many, and "bytes"; from threads,
+            one at a time. What it raises ends the download.
 
     Raises:
         CheckpointError: The folder is missing or has links that lead out of it, or the hub has no such model, or it
@@ -101,8 +106,9 @@ def resolve_folder(
         folder = _download(name, revision, _SMALL_FILES, is_online)
         index = folder / INDEX_NAME
         weights = sorted(set(_read_weight_map(index).values())) if index.is_file() else [WEIGHTS_NAME]
+        bar = None if progress is None else _make_bar(progress, _find_missing_bytes(folder, index, weights))
         # The same commit again, should the branch move between the two calls.
-        folder = _download(name, folder.name, weights, is_online)
+        folder = _download(name, folder.name, weights, is_online, bar)
         # The cache may hold the tokenizer alone, which others downloaded: the hub's client does not notice.
         if not is_online and not all((folder / weight).is_file() for weight in weights):
             raise LocalEntryNotFoundError("the weights are missing")
@@ -155,13 +161,57 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _download(repo_id: str, revision: str | None, patterns: list[str], is_online: bool) -> Path:
+def _find_missing_bytes(folder: Path, index: Path, weights: Sequence[str]) -> int:
+    """Return how many bytes of weights are not there yet, as far as the index tells; 0 where it does not."""
+    if not index.is_file():
+        return 0
+    total = (read_json_object(index).get("metadata") or {}).get("total_size")
+    there = sum((folder / name).stat().st_size for name in weights if (folder / name).is_file())
+    return max(0, total - there) if isinstance(total, int) else 0
+
+
+def _make_bar(progress: Callable[[int, int | None, str], None], least_bytes: int) -> type[tqdm]:
+    """Return a progress bar for the hub's client, which is shown as ever and also tells `progress`.
+
+    Args:
+        least_bytes: of all files; the client counts only those that it has begun with.
+    """
+    lock = threading.Lock()
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:
+            # Beside the files' bytes the client counts files, and bytes on the network.
+            self._counts = kwargs.get("unit") == "B" and not (name or "").endswith(".transfer")
+            self._done_bytes = 0
+            super().__init__(*args, name=name, **kwargs)
+
+        def refresh(self, *args: Any, **kwargs: Any) -> bool | None:
+            self._tell(0)  # a file is begun
+            return super().refresh(*args, **kwargs)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._tell(int(n or 0))
+            return super().update(n)
+
+        def _tell(self, num_bytes: int) -> None:
+            if self._counts and self.total:
+                with lock:
+                    self._done_bytes += num_bytes
+                    progress(self._done_bytes, max(int(self.total), least_bytes, self._done_bytes), "bytes")
+
+    return Bar
+
+
+def _download(
+    repo_id: str, revision: str | None, patterns: list[str], is_online: bool, bar: type[tqdm] | None = None
+) -> Path:
     folder = snapshot_download(
         repo_id,
         revision=revision,
         allow_patterns=patterns,
         ignore_patterns=_FOREIGN_FILES,
         local_files_only=not is_online,
+        tqdm_class=bar,
     )
     return Path(folder)
 

@@ -24,22 +24,27 @@ from transformers import modeling_layers
 from transformers.cache_utils import Cache
 
 from ..errors import ConfigError
+from ..quantization.options import Quantization, explain_compiling
 
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
-def read_compile_options(torch_compile: bool | Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+def read_compile_options(
+    torch_compile: bool | Mapping[str, Any], device: torch.device, quantization: Quantization | None = None
+) -> dict[str, Any] | None:
     """Return the arguments for torch.compile, or None where nothing is to be compiled.
 
     Args:
         torch_compile: whether to compile, or arguments of torch.compile, such as `{"mode": ..., "backend": ...}`.
         device: what is compiled for.
+        quantization: what the base is quantised to.
 
     Raises:
-        ConfigError: torch refuses them, or they need what is not there.
+        ConfigError: torch refuses them, they need what is not there, or the base is quantised.
     """
     if torch_compile is False:
         return None
+    refuse_quantized(quantization)
     options = {} if torch_compile is True else dict(torch_compile)
     has_cuda_graphs = options.get("mode") in _CUDA_GRAPH_MODES or (options.get("options") or {}).get(
         "triton.cudagraphs"
@@ -56,6 +61,20 @@ def read_compile_options(torch_compile: bool | Mapping[str, Any], device: torch.
     if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
         _check_cpp_compiler()
     return options
+
+
+def refuse_quantized(quantization: Quantization | None) -> None:
+    """Refuse to compile layers whose weights are packed.
+
+    Dynamo cannot pass a `Packed` on to an operation, so that each linear layer would end a graph; where it leaves the
+    unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    reason = explain_compiling(quantization)
+    if reason is not None:
+        raise ConfigError(reason)
 
 
 def _nothing() -> None:

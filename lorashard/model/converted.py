@@ -1,102 +1,177 @@
-"""Units that no file holds as they are computed with, converted once and kept as files that can be mapped."""
+"""Units that no file holds as they are kept, converted once and written as files that can be mapped or read in part."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
-import shutil
-import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import transformers
-from filelock import FileLock
 
+from ..engine import Layout
 from ..errors import CheckpointError
-from .identity import find_cache_dir, hash_file
+from .identity import BaseIdentity, find_cache_dir, hash_file
+from .making import make_once
 from .sources import Source, fill_shard, plan_unit
 from .units import FoundUnit
 
-# Count up when the same files give other bytes than before.
+# Count up when the same files give other bytes than before: another way of quantising among them.
 _RECIPE_VERSION = 1
-
-_REMEDY = "make room, set HF_HOME to a folder that you may write to, or choose placement 'host'"
+_PIECE_BYTES = 16 * 2**20
 
 _logger = logging.getLogger(__name__)
 
 
-def find_converted(units: Sequence[FoundUnit], source: Source, files: Sequence[Path]) -> dict[str, Path]:
-    """Return, by the name of each unit, the file that is its buffer; they are written first if they are not there.
+@dataclass(frozen=True)
+class Purpose:
+    """What asks for converted units, and what to do where they cannot be written."""
+
+    asked_by: str
+    instead: str
+
+
+FOR_FILE = Purpose("placement 'file'", "choose placement 'host'")
+FOR_RESTARTS = Purpose("cache_quantized", "leave cache_quantized out")
+
+
+def hash_content(files: Sequence[Path], identity: BaseIdentity | None) -> list[str]:
+    """Return the hashes of a checkpoint's files and of its config, which conversions read.
 
     Args:
-        files: the checkpoint's, whose content names the cache.
-
-    Raises:
-        CheckpointError: there is no room for the cache.
-
-    Ranks: local. Of the processes on a machine the first to come converts, the others wait for it.
-    Memory: one unit, while converting.
+        identity: of these files, if they have been hashed.
     """
-    config = files[0].parent / "config.json"  # conversions read it
-    identity = {
-        "recipe": _RECIPE_VERSION,
-        "transformers": transformers.__version__,  # its conversions decide
-        "files": sorted(hash_file(file) for file in (*files, config)),
-        "units": {unit.name: [repr(field) for field in plan_unit(unit, 1).fields] for unit in units},
-    }
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    folder = find_cache_dir() / "converted" / key
-    try:
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder.with_suffix(".lock")):
-                if not folder.is_dir():
-                    _convert(units, source, folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"the converted weights could not be written to {folder.parent} ({error.strerror or error}): {_REMEDY}"
-        ) from error
-    return {unit.name: folder / unit.name for unit in units}
+    hashes = identity.files.values() if identity is not None else map(hash_file, files)
+    return sorted([*hashes, hash_file(files[0].parent / "config.json")])
 
 
-def _convert(units: Sequence[FoundUnit], source: Source, folder: Path) -> None:
-    num_bytes = sum(plan_unit(unit, 1).total_bytes for unit in units)
-    _remove_left_over(folder)
-    free_bytes = shutil.disk_usage(folder.parent).free
-    if free_bytes < num_bytes:
-        raise CheckpointError(
-            f"placement 'file' has to keep {num_bytes / 2**30:.1f} GiB of converted weights in {folder.parent}, where "
-            f"{free_bytes / 2**30:.1f} GiB are free: {_REMEDY}"
-        )
-    _logger.warning("converting %.1f GiB of weights once, into %s", num_bytes / 2**30, folder)
-    # A name of its own: file locks do not reach other machines on every network file system.
-    partial = folder.with_name(f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}")
-    try:
-        partial.mkdir()
-        for unit in units:
-            _write(unit, source, partial / unit.name)
-        if not folder.is_dir():
-            os.rename(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+class ConvertedUnits:
+    """A folder with a file for each of some units: its buffer, unsharded.
+
+    Its name is made of what the bytes are made of: the checkpoint's content, where each tensor sits, the formats and
+    the dtype of what is quantised, and the version of transformers, whose conversions decide. It is renamed when it is
+    complete, so one that is there is whole. A tensor's place in a buffer does not depend on the number of shards, so a
+    shard is a range of a file.
+    """
+
+    def __init__(self, units: Sequence[FoundUnit], source: Source, content: Sequence[str]) -> None:
+        """Name the units; nothing is read or written.
+
+        Args:
+            content: as `hash_content` returns it.
+        """
+        identity = {
+            "recipe": _RECIPE_VERSION,
+            "transformers": transformers.__version__,
+            "files": content,
+            "units": {unit.name: _describe(unit) for unit in units},
+        }
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+        self.folder = find_cache_dir() / "converted" / key
+        self.num_bytes = sum(plan_unit(unit, 1).total_bytes for unit in units)
+        self._units = {unit.name: unit for unit in units}
+        self._source = source
+
+    @property
+    def is_complete(self) -> bool:
+        return self.folder.is_dir()
+
+    def find(self, unit: FoundUnit) -> Path | None:
+        """Return the file that is a unit's buffer; None for one that is not among these."""
+        return self.folder / unit.name if unit.name in self._units else None
+
+    def read_shard(self, unit: FoundUnit, layout: Layout, rank: int, shard: torch.Tensor) -> None:
+        """Fill the shard of `rank` from a unit's file.
+
+        Raises:
+            CheckpointError: the file is damaged.
+
+        Memory: on CUDA 16 MiB of the file at a time.
+        """
+        file = self.folder / unit.name
+        whole_bytes = plan_unit(unit, 1).total_bytes
+        begin, end = rank * layout.shard_bytes, min(whole_bytes, (rank + 1) * layout.shard_bytes)
+        try:
+            with file.open("rb", buffering=0) as stream:
+                if os.fstat(stream.fileno()).st_size != whole_bytes:
+                    raise CheckpointError(f"{file} is damaged: delete the folder {self.folder}, and it is made anew")
+                stream.seek(begin)
+                for position in range(begin, end, _PIECE_BYTES):
+                    target = shard[position - begin : min(position + _PIECE_BYTES, end) - begin]
+                    piece = target if target.device.type == "cpu" else torch.empty(len(target), dtype=torch.uint8)
+                    _read_exactly(stream, piece)
+                    if piece is not target:
+                        target.copy_(piece)
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error.strerror or error}): delete the folder {self.folder}, and it is made "
+                "anew"
+            ) from error
+
+    def make(self, device: torch.device, purpose: Purpose) -> None:
+        """Write the files, if they are not there.
+
+        Args:
+            device: where weights are quantised.
+
+        Raises:
+            CheckpointError: there is no room for them.
+
+        Ranks: local. Of the processes on a machine the first to come converts, the others wait for it.
+        Memory: one unit, while converting.
+        """
+        parent = self.folder.parent
+
+        def check_room(free_bytes: int) -> None:
+            if free_bytes < self.num_bytes:
+                raise CheckpointError(
+                    f"{purpose.asked_by} has to keep {self.num_bytes / 2**30:.1f} GiB of converted weights in "
+                    f"{parent}, where {free_bytes / 2**30:.1f} GiB are free: {_remedy(purpose)}"
+                )
+            _logger.warning("converting %.1f GiB of weights once, into %s", self.num_bytes / 2**30, self.folder)
+
+        def fill(partial: Path) -> None:
+            for unit in self._units.values():
+                _write(unit, self._source, partial / unit.name, device)
+
+        try:
+            make_once(self.folder, check_room, fill)
+        except OSError as error:
+            raise CheckpointError(
+                f"the converted weights could not be written to {parent} ({error.strerror or error}): "
+                f"{_remedy(purpose)}"
+            ) from error
 
 
-def _remove_left_over(folder: Path) -> None:
-    """Remove what processes of this machine left that were killed while they converted."""
-    for partial in folder.parent.glob(f"{folder.name}.partial-{socket.gethostname()}-*"):
-        if not psutil.pid_exists(int(partial.name.rpartition("-")[2])):
-            shutil.rmtree(partial)
+def _describe(unit: FoundUnit) -> list[str]:
+    """Return all that says how a unit's bytes are made of the checkpoint's."""
+    formats = [f"{w.name}: {w.quantizer} of {w.parameter.dtype}" for w in unit.weights if w.quantizer is not None]
+    return [repr(field) for field in plan_unit(unit, 1).fields] + formats
 
 
-def _write(unit: FoundUnit, source: Source, file: Path) -> None:
+def _remedy(purpose: Purpose) -> str:
+    return f"make room, set HF_HOME to a folder that you may write to, or {purpose.instead}"
+
+
+def _write(unit: FoundUnit, source: Source, file: Path, device: torch.device) -> None:
     layout = plan_unit(unit, 1)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    fill_shard(buffer, layout, unit, source, 0)
+    fill_shard(buffer, layout, unit, source, 0, device)
     with file.open("wb") as stream:
         stream.write(memoryview(buffer.numpy()))  # type: ignore[arg-type]
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _read_exactly(stream: io.RawIOBase, out: torch.Tensor) -> None:
+    rest = memoryview(out.numpy())  # type: ignore[arg-type]
+    while len(rest):
+        num_bytes = stream.readinto(rest)
+        if not num_bytes:
+            raise OSError("it ends too early")
+        rest = rest[num_bytes:]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ..dist import ShardGroup
 from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placeholder
 from ..placement import check_num_layers
-from .converted import find_converted
+from .converted import FOR_FILE, FOR_RESTARTS, ConvertedUnits, hash_content
+from .identity import BaseIdentity
 from .mapped import MappedFiles
 from .sources import CheckpointSource, Source, fill_shard, plan_unit
 from .units import LAYER, WHOLE, FoundUnit, FoundWeight, Structure, spread
@@ -21,6 +24,8 @@ MakeHome = Callable[[FoundUnit], Home]
 # torch's own allocator aligns to this.
 _TORCH_ALIGNMENT_BYTES = 64
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ShardedHomes:
@@ -29,6 +34,7 @@ class ShardedHomes:
     Args:
         is_on_host: whether shards rest on the host rather than on the device.
         resident: units that stay whole on the device.
+        converted: files with units as they are to be kept, which are read instead of `source`.
 
     Memory: what the homes hold, and on CUDA one weight beside them while it is filled.
     """
@@ -39,6 +45,7 @@ class ShardedHomes:
     source: Source
     resident: Sequence[FoundUnit]
     copies: HostCopies
+    converted: ConvertedUnits | None = None
 
     def __call__(self, unit: FoundUnit) -> Home:
         is_resident = any(unit is other for other in self.resident)
@@ -49,8 +56,62 @@ class ShardedHomes:
             home = HostHome(layout, group, self.copies)
         else:
             home = DeviceHome(layout, group, self.device)
-        fill_shard(home.shard, layout, unit, self.source, group.rank)
+        if self.converted is not None and self.converted.find(unit) is not None:
+            self.converted.read_shard(unit, layout, group.rank, home.shard)
+        else:
+            fill_shard(home.shard, layout, unit, self.source, group.rank, self.device)
         return home
+
+
+def find_quantized(
+    structure: Structure,
+    weights: BaseWeights,
+    identity: BaseIdentity | None,
+    device: torch.device,
+    *,
+    is_asked_for: bool,
+    is_file: bool,
+) -> ConvertedUnits | None:
+    """Return the units that are quantised while they are read, as files, where these are there or are to be made.
+
+    Args:
+        identity: of the checkpoint's files. Without it the files are looked for only if they are to be made: all of
+            the checkpoint would have to be hashed.
+        is_asked_for: make them, so that the next start reads them.
+        is_file: make them, since they are mapped.
+
+    Raises:
+        CheckpointError: there is no room for them.
+
+    Ranks: local; whether a rank reads these files or quantises for itself gives the same bytes.
+    """
+    source = CheckpointSource(weights)
+    is_made = is_asked_for or is_file
+    units = [
+        unit
+        for unit in structure.units
+        if any(weight.quantizer is not None and not source.has_parts(weight) for weight in unit.weights)
+        and not _has_new(unit)
+    ]
+    if not units or (identity is None and not is_made):
+        return None
+    converted = ConvertedUnits(units, source, hash_content(weights.files, identity))
+    was_there = converted.is_complete
+    if is_made:
+        converted.make(device, FOR_FILE if is_file else FOR_RESTARTS)
+    if converted.is_complete:
+        _logger.info(
+            "the quantised base is read from %s (%.2f GiB%s)",
+            converted.folder,
+            converted.num_bytes / 2**30,
+            "; delete it to quantise anew" if was_there else "",
+        )
+    return converted if converted.is_complete else None
+
+
+def _has_new(unit: FoundUnit) -> bool:
+    """Tell whether a unit has values that are in no file, and those of this run are no other run's: a new head's."""
+    return not all(isinstance(weight.parameter, Placeholder) for weight in unit.weights)
 
 
 class FileHomes:
@@ -66,41 +127,77 @@ class FileHomes:
     """
 
     def __init__(
-        self, structure: Structure, weights: BaseWeights, device: torch.device, resident: Sequence[FoundUnit]
+        self,
+        structure: Structure,
+        weights: BaseWeights,
+        device: torch.device,
+        resident: Sequence[FoundUnit],
+        identity: BaseIdentity | None = None,
     ) -> None:
         self._weights = weights
         self._device = device
         self._files = MappedFiles()
         self._copies = HostCopies(device)
-        source = CheckpointSource(weights)
-        # A new head's values are in no file, and those of this run are no other run's.
-        made = [unit for unit in structure.units if not all(isinstance(w.parameter, Placeholder) for w in unit.weights)]
-        self._in_memory = [*(resident if device.type != "cpu" else ()), *made]
-        self._make_in_memory = ShardedHomes(False, ShardGroup(), device, source, self._in_memory, self._copies)
+        self._source = CheckpointSource(weights)
+        quantized = find_quantized(structure, weights, identity, device, is_asked_for=False, is_file=True)
+        self._in_memory = [
+            *(resident if device.type != "cpu" else ()),
+            *(unit for unit in structure.units if _has_new(unit)),
+        ]
+        self._make_in_memory = ShardedHomes(
+            False, ShardGroup(), device, self._source, self._in_memory, self._copies, quantized
+        )
         stored = [unit for unit in structure.units if not any(unit is other for other in self._in_memory)]
-        unsuitable = [unit for unit in stored if not all(map(self._is_suitable, unit.weights))]
-        self._converted = find_converted(unsuitable, source, weights.files) if unsuitable else {}
+        unsuitable = [
+            unit
+            for unit in stored
+            if not (quantized and quantized.find(unit)) and not all(map(self._is_suitable, unit.weights))
+        ]
+        self._converted = [quantized] if quantized is not None else []
+        if unsuitable:
+            converted = ConvertedUnits(unsuitable, self._source, hash_content(weights.files, identity))
+            converted.make(device, FOR_FILE)
+            self._converted.append(converted)
+
+    def _find_part(self, weight: FoundWeight, part: int) -> list[tuple[Path, int, int]] | torch.Tensor | None:
+        """Return the stretches of files that are a part of a weight, or its bytes; None if they are in no file."""
+        if weight.quantizer is None:
+            return self._weights.find_stretches(weight.name)
+        return self._weights.find_part_stretches(weight.name, part) if self._source.has_parts(weight) else None
 
     def _is_suitable(self, weight: FoundWeight) -> bool:
         """Tell whether a weight can be used, or copied, from where it lies."""
-        stretches = self._weights.find_stretches(weight.name)
-        if stretches is None or self._device.type != "cpu":
-            return stretches is not None
-        item_bytes = weight.parameter.dtype.itemsize
-        alignment = _TORCH_ALIGNMENT_BYTES if item_bytes > 2 else item_bytes
-        return len(stretches) == 1 and stretches[0][1] % alignment == 0
+        return all(
+            self._lies_well(self._find_part(weight, number), _find_alignment(weight, part.dtype))
+            for number, part in enumerate(weight.parts())
+        )
+
+    def _lies_well(self, found: list[tuple[Path, int, int]] | torch.Tensor | None, alignment: int) -> bool:
+        if not isinstance(found, list) or self._device.type != "cpu":
+            return found is not None
+        return len(found) == 1 and found[0][1] % alignment == 0
+
+    def _map(self, weight: FoundWeight, part: int) -> list[torch.Tensor]:
+        found = self._find_part(weight, part)
+        assert found is not None
+        return [found] if isinstance(found, torch.Tensor) else [self._files.view(*stretch) for stretch in found]
 
     def __call__(self, unit: FoundUnit) -> Home:
         if any(unit is other for other in self._in_memory):
             return self._make_in_memory(unit)
         layout = plan_unit(unit, 1)
-        if unit.name in self._converted:
-            file = self._converted[unit.name]
+        file = next((file for converted in self._converted if (file := converted.find(unit))), None)
+        if file is not None:
             pieces = [[self._files.view(file, field.begin_byte, field.num_bytes)] for field in layout.fields]
         else:
-            stretches = [self._weights.find_stretches(weight.name) or [] for weight in unit.weights]
-            pieces = [[self._files.view(*stretch) for stretch in of_weight] for of_weight in stretches]
+            pieces = [self._map(weight, number) for weight in unit.weights for number in range(len(weight.parts()))]
         return FileHome(layout, pieces, self._device, self._copies)
+
+
+def _find_alignment(weight: FoundWeight, dtype: torch.dtype) -> int:
+    """Return how a part of a weight has to lie to be used from there; the parts of packed ones meet no MKL."""
+    is_computed_with = weight.quantizer is None and dtype.itemsize > 2
+    return _TORCH_ALIGNMENT_BYTES if is_computed_with else dtype.itemsize
 
 
 def choose_resident(structure: Structure, resident_layers: str | int) -> list[FoundUnit]:

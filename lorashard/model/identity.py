@@ -10,9 +10,11 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
+import torch
 from filelock import FileLock
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
@@ -20,9 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from .. import dist
 from ..errors import CheckpointError, ConfigError
+from ..quantization.options import Format, Quantization, describe_quantization
 
 ADAPTER_NAME = "adapter_model.safetensors"
 _METADATA_KEY = "lorashard.base"
+_QUANTIZATION_KEY = "lorashard.quantization"
+_DTYPES = ("bfloat16", "float16", "float32")
 _LARGE_BYTES = 4 * 2**30
 _COARSEST_CLOCK_S = 2  # of a file system's times: FAT's; those of Linux's own have milliseconds
 
@@ -62,20 +67,8 @@ class BaseIdentity:
         Raises:
             CheckpointError: the adapter's file is damaged.
         """
-        file = adapter / ADAPTER_NAME
-        if not file.is_file():
-            return None
-        with open_adapter(adapter) as opened:
-            text = (opened.metadata() or {}).get(_METADATA_KEY)
-        return cls(_parse_hashes(text, file)) if text else None
-
-    def write(self, adapter: Path) -> None:
-        """Put this into the metadata of an adapter's file, which is replaced as a whole."""
-        file = adapter / ADAPTER_NAME
-        partial = file.with_suffix(f".partial-{os.getpid()}")
-        metadata = {"format": "pt", _METADATA_KEY: json.dumps(self.files, sort_keys=True)}
-        save_file(load_file(file), partial, metadata=metadata)
-        os.replace(partial, file)
+        text = _read_metadata(adapter, _METADATA_KEY)
+        return cls(_parse_hashes(text, adapter / ADAPTER_NAME)) if text else None
 
     def check(self, adapter: Path, base: str, allow_base_mismatch: bool = False) -> None:
         """Refuse an adapter that was trained on another base; one that does not say passes.
@@ -98,6 +91,96 @@ class BaseIdentity:
         if not allow_base_mismatch:
             raise ConfigError(f"{message}; give its own base, or --allow_base_mismatch to go on all the same")
         _logger.warning("%s; going on, as allow_base_mismatch says", message)
+
+
+def sign_adapter(
+    adapter: Path,
+    identity: BaseIdentity | None,
+    quantization: Quantization | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Put into the metadata of an adapter's file, which is replaced as a whole, what it was trained on.
+
+    Args:
+        identity: None where the base's files are not known.
+        quantization: what the base was quantised to.
+        dtype: what a quantised base had before, and has again when it is computed with: its numbers depend on it.
+    """
+    file = adapter / ADAPTER_NAME
+    partial = file.with_suffix(f".partial-{os.getpid()}")
+    metadata = {"format": "pt"}
+    if identity is not None:
+        metadata[_METADATA_KEY] = json.dumps(identity.files, sort_keys=True)
+    if quantization is not None:
+        values = asdict(quantization) | ({"dtype": str(dtype).removeprefix("torch.")} if dtype is not None else {})
+        metadata[_QUANTIZATION_KEY] = json.dumps(values, sort_keys=True)
+    save_file(load_file(file), partial, metadata=metadata)
+    os.replace(partial, file)
+
+
+def read_quantization_of(adapter: Path) -> Quantization | None:
+    """Return what the base of the adapter in a folder was quantised to when it was trained; None if it was not.
+
+    Raises:
+        CheckpointError: the adapter's file is damaged, or from a version that knows other formats.
+    """
+    return read_quantized_form(adapter)[0]
+
+
+def read_quantized_form(adapter: Path) -> tuple[Quantization | None, torch.dtype | None]:
+    """Return what `read_quantization_of` does, and the dtype of the base's numbers, where the adapter tells.
+
+    Raises:
+        CheckpointError: as for `read_quantization_of`.
+    """
+    text = _read_metadata(adapter, _QUANTIZATION_KEY)
+    if not text:
+        return None, None
+    try:
+        values = json.loads(text)
+        dtype = values.pop("dtype", None)
+        found = Quantization(**values)
+        is_known = found.format in get_args(Format) and dtype in (None, *_DTYPES)
+        is_known = is_known and {type(found.double_quant), type(found.has_vocabulary)} == {bool}
+    except (ConfigError, ValueError, TypeError, AttributeError, RecursionError):
+        is_known = False
+    if not is_known:
+        raise CheckpointError(
+            f"{adapter / ADAPTER_NAME}: expected nf4, int8 or fp8 and its options under {_QUANTIZATION_KEY} in its "
+            f"metadata, found {text[:80]!r}: another version of lorashard may have written it, or it is damaged"
+        )
+    return found, getattr(torch, dtype) if dtype else None
+
+
+def check_quantization(
+    adapter: Path, quantization: Quantization | None, base: str, allow_base_mismatch: bool = False
+) -> None:
+    """Refuse to go on training an adapter whose base was quantised otherwise.
+
+    Args:
+        quantization: what the base is quantised to now.
+        base: the base's name, for the message.
+
+    Raises:
+        ConfigError: the two differ, unless `allow_base_mismatch`.
+    """
+    trained_on = read_quantization_of(adapter)
+    if trained_on == quantization:
+        return
+    message = (
+        f"{adapter} was trained on {base} {describe_quantization(trained_on)}, and this run has it "
+        f"{describe_quantization(quantization)}"
+    )
+    if not allow_base_mismatch:
+        raise ConfigError(f"{message}; give what it was trained on, or --allow_base_mismatch to go on all the same")
+    _logger.warning("%s; going on, as allow_base_mismatch says", message)
+
+
+def _read_metadata(adapter: Path, key: str) -> str | None:
+    if not (adapter / ADAPTER_NAME).is_file():
+        return None
+    with open_adapter(adapter) as opened:
+        return (opened.metadata() or {}).get(key)
 
 
 def _parse_hashes(text: str, file: Path) -> dict[str, str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -23,21 +26,29 @@ from transformers import (
 
 from .. import dist
 from ..dist import ShardGroup
-from ..engine import HostCopies, Placeholder
+from ..engine import Home, HostCopies, Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..placement import ResolvedPlacement
+from ..quantization.format import Quantizer
+from ..quantization.options import Quantization
 from .adapters import base_test, check_coverage, inject
 from .checkpoint import CONFIG_NAME, Checkpoint, read_config_json, resolve_folder
-from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident
+from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident, find_quantized
 from .identity import BaseIdentity
+from .loftq import check_loftq, initialise_loftq, is_loftq
 from .model_config import describe_error, explain_code, read_generation_config, read_model_config
+from .origin import read_origin
+from .quantizing import find_quantizers
 from .refusals import check_config, check_frozen
 from .saved import count_labels, restore
 from .sharding import LoadedBase, refuse_merging, remember_base, shard_structure
-from .sources import CheckpointSource
+from .sources import CheckpointSource, read_weight
 from .stacks import name_units
-from .units import find_structure
+from .stored_formats import settle_quantization
+from .units import FoundUnit, FoundWeight, find_structure
 from .weights import BaseWeights
+
+_logger = logging.getLogger(__name__)
 
 _AUTO_CLASSES = {
     None: AutoModelForCausalLM,
@@ -161,19 +172,25 @@ def load_sharded(
     attn_implementation: str | None = None,
     adapter: Path | None = None,
     allow_base_mismatch: bool = False,
+    quantization: Quantization | None = None,
+    cache_quantized: bool = False,
     is_identified: bool = True,
     allow_unexpected: Sequence[str] = (),
     num_labels: int | None = None,
     may_link: bool = False,
+    progress: Callable[[int, int | None, str], None] | None = None,
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
     Args:
         adapter: the folder of a saved adapter, whose config is `lora`, to go on with; without it a new one is made.
+        quantization: what the base is quantised to while it is read.
+        cache_quantized: keep what is quantised in files, and read those the next time.
         is_identified: hash the files, once, so that adapters can tell their base.
         allow_unexpected: prefixes of stored keys for which the model need have no place.
         num_labels: of a new classifier; a saved one's head tells.
         may_link: as for `resolve_folder`.
+        progress: as for `resolve_folder`; then told how many units are there, of how many, and "units".
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
@@ -182,9 +199,9 @@ def load_sharded(
     Ranks: collective over all ranks, once the checkpoint has been checked.
     Memory: the shards, the slots, and never more than one unit beside them.
     """
-    check_config(lora)
+    check_config(lora, quantization=quantization if adapter is None else None)
     task_type = TaskType(lora.task_type) if lora.task_type else None
-    folder = resolve_folder(model_name_or_path, revision, may_link=may_link)
+    folder = resolve_folder(model_name_or_path, revision, may_link=may_link, progress=progress)
     num_labels = num_labels if adapter is None else count_labels(adapter)
     with Checkpoint.open(folder) as checkpoint:
         skeleton = build_skeleton(
@@ -199,12 +216,30 @@ def load_sharded(
         )
         put_placeholders(skeleton, weights, device)
         name_units(skeleton, placement.unit_paths)
+        source = CheckpointSource(weights)
+        quantization = settle_quantization(weights.stored_format, quantization, str(folder))
+        is_stored_quantized = weights.stored_format is not None and weights.stored_format.quantization is not None
+        check_loftq(lora, is_stored_quantized)
+        # Modules that a quantised checkpoint left as they are stay so.
+        quantizers = (
+            weights.stored_quantizers()
+            if is_stored_quantized
+            else find_quantizers(skeleton, quantization, lambda parameter: isinstance(parameter, Placeholder))
+        )
+        read_quantized(skeleton, quantizers, source, device)
+        line = weights.describe_stored()
+        if line is not None and dist.get_rank() == 0:
+            _logger.warning(line)
         asked = copy.copy(lora)  # PEFT writes into a config what it makes of it
         model = inject(skeleton, lora, revision=revision)
         check_frozen(model)
         if adapter is None:
             check_coverage(model, asked)
+            if is_loftq(asked):
+                initialise_loftq(model, weights, quantizers.keys(), device)
         structure = find_structure(model, base_test(model))
+        for weight in (weight for unit in structure.units for weight in unit.weights):
+            weight.quantizer = quantizers.get(weight.name)
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
         identity = BaseIdentity.of(weights.files) if is_identified else None
@@ -215,17 +250,45 @@ def load_sharded(
         group = ShardGroup.of_size(placement.group_size)
         make_home: MakeHome
         if placement.placement == "file":
-            make_home = FileHomes(structure, weights, device, resident)
+            make_home = FileHomes(structure, weights, device, resident, identity)
         else:
-            source = CheckpointSource(weights)
             is_on_host = placement.placement == "host"
-            make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device))
+            converted = find_quantized(
+                structure, weights, identity, device, is_asked_for=cache_quantized, is_file=False
+            )
+            make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device), converted)
+        make_home = make_home if progress is None else _counted(make_home, len(structure.units), progress)
         shard_structure(model, structure, make_home, group, device, placement.prefetch)
     if placement.placement == "file":
         refuse_merging(model)
     if identity is not None:
-        remember_base(model, LoadedBase(folder, identity))
+        remember_base(model, LoadedBase(folder, identity, quantization, read_origin(folder)))
     return model.to(device)
+
+
+def _counted(make_home: MakeHome, num_units: int, progress: Callable[[int, int | None, str], None]) -> MakeHome:
+    numbers = count(1)
+
+    def make(unit: FoundUnit) -> Home:
+        home = make_home(unit)
+        progress(next(numbers), num_units, "units")
+        return home
+
+    return make
+
+
+def read_quantized(
+    skeleton: PreTrainedModel, quantizers: Mapping[str, Quantizer], source: CheckpointSource, device: torch.device
+) -> None:
+    """Let who reads a weight that is to be quantised get the numbers that are computed with, not those in the files.
+
+    Adapters that look at the base when they are made, such as DoRA and whole modules that train, begin from these.
+    """
+    for placeholder in skeleton.parameters():
+        if isinstance(placeholder, Placeholder) and placeholder.full_name in quantizers:
+            name = placeholder.full_name
+            weight = FoundWeight(name, cast(nn.Parameter, placeholder), quantizer=quantizers[name])
+            placeholder.reader = partial(read_weight, weight, source, device)
 
 
 def _check_commit(folder: Path) -> None:

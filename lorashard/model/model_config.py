@@ -9,12 +9,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from ..errors import CheckpointError
 from .checkpoint import CONFIG_NAME, read_config_json
+from .stored_formats import forget_stored_format
 
 _GENERATION_NAME = "generation_config.json"
 
 
 def read_model_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the config of the model in a folder.
+    """Return the config of the model in a folder, of plain modules even where its files are quantised.
 
     Raises:
         CheckpointError: it is missing, damaged, of a kind that transformers does not know, or needs code that comes
@@ -22,13 +23,15 @@ def read_model_config(folder: Path, trust_remote_code: bool = False) -> PreTrain
     """
     values = read_config_json(folder)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and the validators of each model raise anything
         raise CheckpointError(
             explain_code(error, folder, values)
             or f"{folder / CONFIG_NAME} describes no model that transformers "
             f"knows ({describe_error(error)}). Download the file again, or choose a model that this version supports."
         ) from error
+    forget_stored_format(config)
+    return config
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from peft import PeftConfig, PeftModel
+from torch import nn
 
 from ..engine import Placeholder
 from ..errors import ConfigError
 from ..initialisation import explain_rewriting
+from ..quantization.options import Quantization
 
 _KINDS = {
     "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
@@ -19,11 +23,12 @@ _OPTIONS = {
 }
 
 
-def check_config(config: PeftConfig, *, is_in_memory: bool = False) -> None:
+def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization: Quantization | None = None) -> None:
     """Refuse an adapter that cannot work, or that makes another base than the one in the files.
 
     Args:
         is_in_memory: the adapter is made already, and the base is what it has made of it.
+        quantization: what the base is to be quantised to, of an adapter that is made then or already in memory.
 
     Raises:
         ConfigError: with the reason.
@@ -34,11 +39,17 @@ def check_config(config: PeftConfig, *, is_in_memory: bool = False) -> None:
             f"peft_type: {kind} cannot work on a sharded base: {_KINDS[kind]}; choose another, such as LORA"
         )
     if is_in_memory:
+        if quantization is not None and getattr(config, "layer_replication", None):
+            raise ConfigError(
+                "layer_replication: of a model in memory it is not known any more which shared weights are a layer's, "
+                "and to be quantised: give the checkpoint to lorashard.load with quantization=..."
+            )
         return
     for option, reason in _OPTIONS.items():
         if getattr(config, option, None) is not None:
             raise ConfigError(f"{option}: {reason}; leave it out, or give the finished PeftModel to lorashard.shard")
-    rewriting = explain_rewriting(getattr(config, "init_lora_weights", True))
+    quantized_to = None if quantization is None else quantization.format
+    rewriting = explain_rewriting(getattr(config, "init_lora_weights", True), quantized_to)
     if rewriting is not None:
         raise ConfigError(rewriting)
 
@@ -54,4 +65,23 @@ def check_frozen(model: PeftModel) -> None:
         raise ConfigError(
             f"the adapter would train weights of the base itself ({trained[0]}), which is shared read-only: leave out "
             "PEFT's bias option, or name whole modules in modules_to_save"
+        )
+
+
+def check_unquantized(model: PeftModel, is_base: Callable[[nn.Parameter], bool]) -> None:
+    """Refuse a model in memory whose base another library has quantised.
+
+    Raises:
+        ConfigError: with what was found.
+    """
+    base = model.get_base_model()
+    method = getattr(base, "quantization_method", None)  # transformers sets it
+    found = None if method is None else f"one that is quantised by {getattr(method, 'value', method)}"
+    for name, parameter in base.named_parameters():
+        if found is None and is_base(parameter) and type(parameter) is not nn.Parameter:
+            found = f"a {type(parameter).__name__} in {name}"
+    if found is not None:
+        raise ConfigError(
+            f"expected a base of plain weights in memory, found {found}: give the checkpoint to lorashard.load with "
+            "quantization=..., or the unquantised model to lorashard.shard with it"
         )

@@ -9,13 +9,16 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
+from .. import dist
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..manifest import find_newest, list_checkpoints
+from ..quantization.options import Quantization, describe_quantization, read_quantization
 from .adapter_files import find_not_finite
 from .checkpoint import check_links, explain_hub_errors, read_json_object, shorten
-from .identity import ADAPTER_NAME, open_adapter
+from .identity import ADAPTER_NAME, open_adapter, read_quantization_of
 from .model_config import describe_error
+from .origin import find_derived_dir
 
 CONFIG_NAME = "adapter_config.json"
 _logger = logging.getLogger(__name__)
@@ -99,10 +102,36 @@ def find_base(folder: Path, config: PeftConfig, base: str | None, revision: str 
     if not name:
         raise ConfigError(f"{folder} does not say on which base it was trained: give base (--base)")
     if base is None and not _is_hub_id(name) and not Path(name).is_dir():
+        is_derived = Path(name).parent.name == find_derived_dir().name
         raise ConfigError(
             f"{folder} was trained on the base in {name}, which is not there: if it has moved, give base (--base)"
+            + ("; PiSSA or OLoRA derived it: starting the run again with its config makes it anew" * is_derived)
         )
     return name, revision or (None if base else config.revision)
+
+
+def choose_quantization(folder: Path, asked: str | Quantization | None) -> Quantization | None:
+    """Return what the base of a saved adapter is to be quantised to: as it was trained, unless something is asked for.
+
+    The name of the format that it was trained in means that format with all that was chosen then. Another one is
+    warned of.
+
+    Raises:
+        ConfigError: there is no such format.
+        CheckpointError: the adapter's file is damaged.
+    """
+    trained_on = read_quantization_of(folder)
+    if asked is None or (trained_on is not None and asked == trained_on.format):
+        return trained_on
+    meant = read_quantization(asked)
+    if meant != trained_on and dist.get_rank() == 0:
+        _logger.warning(
+            "%s was trained on its base %s, and has it %s here, as quantization says: its answers may be others",
+            folder,
+            describe_quantization(trained_on),
+            describe_quantization(meant),
+        )
+    return meant
 
 
 def _is_hub_id(name: str) -> bool:

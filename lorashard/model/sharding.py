@@ -13,11 +13,13 @@ from peft import PeftModel
 from torch import nn
 
 from ..dist import ShardGroup
-from ..engine import Engine, Placeholder, Unit, Visit, Weight
+from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
 from ..errors import ConfigError
+from ..quantization.options import Quantization
 from .generating import prepare_generation
 from .homes import MakeHome
-from .identity import ADAPTER_NAME, BaseIdentity
+from .identity import ADAPTER_NAME, BaseIdentity, sign_adapter
+from .origin import INITIAL_ADAPTER_NAME, Origin
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
@@ -27,10 +29,17 @@ BASE_ATTRIBUTE = "_lorashard_base"
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """The files that a base was loaded from."""
+    """The files that a base was loaded from.
+
+    Attributes:
+        quantization: what it was quantised to; None if it was not.
+        origin: what it was derived from; None if it was not.
+    """
 
     folder: Path
     identity: BaseIdentity
+    quantization: Quantization | None = None
+    origin: Origin | None = None
 
 
 def shard_structure(
@@ -51,10 +60,11 @@ def shard_structure(
     Memory: the homes, and never more than one unit beside them.
     """
     units: dict[int, Unit] = {}
+    workspace = Workspace()
     for index, found in enumerate(structure.units):
         home = make_home(found)
-        weights = [Weight(_placeholder_for(w, device), w.owners) for w in found.weights]
-        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home)
+        weights = [Weight(_placeholder_for(w, device), w.owners, w.quantizer) for w in found.weights]
+        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home, workspace)
         found.weights = []  # the whole weights are free to go
     visits = [
         Visit(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
@@ -67,7 +77,8 @@ def shard_structure(
         model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
     if device.type == "cpu":
         model.to = partial(_move, model.to)  # type: ignore[method-assign]
-    if not all(unit.is_resident for unit in engine.units):
+    is_packed = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
+    if is_packed or not all(unit.is_resident for unit in engine.units):
         refuse_merging(model)
     prepare_generation(model, engine)
     keep_base_out(model, engine)
@@ -81,16 +92,29 @@ def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
 
 
 def remember_base(model: PeftModel, base: LoadedBase) -> None:
-    """Let every adapter and state that `model` saves carry the hash of its base."""
+    """Let every adapter and state that `model` saves carry the hash of its base, and what it was quantised to."""
     setattr(model, BASE_ATTRIBUTE, base)
-    sign_state(model, base.identity)
-    model.save_pretrained = partial(_save, model, model.save_pretrained, base.identity)
+    sign_state(model, base.identity, base.quantization)
+    _sign_what_is_saved(model, base.identity, base.quantization)
+    if base.origin is not None:
+        model.save_pretrained = partial(_save_for, base.origin, base.folder, model, model.save_pretrained)
+
+
+def remember_quantization(model: PeftModel, quantization: Quantization | None) -> None:
+    """Let every adapter that `model` saves tell what its base was quantised to, where its files are not known."""
+    if quantization is not None:
+        _sign_what_is_saved(model, None, quantization)
+
+
+def _sign_what_is_saved(model: PeftModel, identity: BaseIdentity | None, quantization: Quantization | None) -> None:
+    model.save_pretrained = partial(_save, model, model.save_pretrained, identity, quantization)
 
 
 def _save(
     model: PeftModel,
     original: Callable[..., None],
-    identity: BaseIdentity,
+    identity: BaseIdentity | None,
+    quantization: Quantization | None,
     save_directory: str,
     *args: Any,
     **kwargs: Any,
@@ -99,7 +123,27 @@ def _save(
     for name in kwargs.get("selected_adapters") or model.peft_config:
         folder = Path(save_directory, "" if name == "default" else name)
         if kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
-            identity.write(folder)
+            sign_adapter(folder, identity, quantization, model.get_base_model().dtype)
+
+
+def _save_for(
+    origin: Origin,
+    derived: Path,
+    model: PeftModel,
+    original: Callable[..., None],
+    save_directory: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Save an adapter; where PEFT converts it, by its first form, it belongs to the base that was derived from."""
+    original(save_directory, *args, **kwargs)
+    first = kwargs.get("path_initial_model_for_weight_conversion")
+    if first is None or Path(first).resolve() != (derived / INITIAL_ADAPTER_NAME).resolve():
+        return
+    for name in kwargs.get("selected_adapters") or model.peft_config:
+        folder = Path(save_directory, "" if name == "default" else name)
+        if kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
+            origin.sign(folder)
 
 
 def refuse_merging(model: nn.Module) -> None:
@@ -112,8 +156,8 @@ def refuse_merging(model: nn.Module) -> None:
 def _refuse(name: str, *args: object, **kwargs: object) -> None:
     raise ConfigError(
         f"{name} would change the base in place (as TRL's use_vllm does, to hand vLLM the whole weights), but it is "
-        "sharded or read-only here: load with placement='replicate', or merge the saved adapter; with TRL leave "
-        "use_vllm off"
+        "sharded, quantised or read-only here: load with placement='replicate' and without quantization, or merge the "
+        "saved adapter; with TRL leave use_vllm off"
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from ..engine import Engine
 from ..errors import CheckpointError
+from ..quantization.options import Quantization
 from .identity import BaseIdentity
 
 _BASE_KEY = "base_sha256"
@@ -38,12 +42,16 @@ def keep_base_out(model: nn.Module, engine: Engine) -> None:
     model.register_load_state_dict_post_hook(partial(_do_not_miss, engine))
 
 
-def sign_state(model: nn.Module, identity: BaseIdentity) -> None:
+def sign_state(model: nn.Module, identity: BaseIdentity, quantization: Quantization | None = None) -> None:
     """Let `model.state_dict()` tell the base by a hash, 32 bytes, and `load_state_dict` refuse another base's state.
 
     So a key that is made from the state, such as TRL's for the reference's log-probabilities, tells bases apart too.
+    A base that is quantised otherwise is another base.
     """
-    setattr(model, _SIGNATURE_ATTRIBUTE, torch.tensor(list(identity.digest()), dtype=torch.uint8))
+    digest = identity.digest()
+    if quantization is not None:
+        digest = hashlib.sha256(digest + json.dumps(asdict(quantization), sort_keys=True).encode()).digest()
+    setattr(model, _SIGNATURE_ATTRIBUTE, torch.tensor(list(digest), dtype=torch.uint8))
 
 
 def _leave_out(engine: Engine, model: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -59,7 +67,7 @@ def _refuse(engine: Engine, model: nn.Module, state: dict[str, Any], prefix: str
     if own is not None and signature is not None and not torch.equal(signature.cpu(), own):
         raise CheckpointError(
             "expected the state of an adapter of this base, found one that was saved on another base (their weight "
-            "files differ): load the model that it was saved on"
+            "files differ, or what they are quantised to): load the model that it was saved on"
         )
     found = [prefix + name for name in find_base_names(model, engine) if prefix + name in state]
     if found:

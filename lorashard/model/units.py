@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..engine import Owner, Placeholder
+from ..engine import Owner, Part, Placeholder
 from ..errors import CheckpointError
+from ..quantization.format import Quantizer
 from .stacks import callable_parts, find_layers, find_stacks, get_output_embeddings, is_container, is_named
 
 # `WHOLE` never leaves the device, whatever the placement.
@@ -24,11 +25,22 @@ Item = TypeVar("Item")
 
 @dataclass
 class FoundWeight:
-    """A frozen tensor of the base, by the name it has where it comes from, and every place that reads it."""
+    """A frozen tensor of the base, by the name it has where it comes from, and every place that reads it.
+
+    Attributes:
+        quantizer: the format that it is kept in; None for its own dtype.
+    """
 
     name: str
     parameter: nn.Parameter
     owners: list[Owner] = field(default_factory=list)
+    quantizer: Quantizer | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return the tensors that keep it: itself, or those of the format that it is quantised to."""
+        if self.quantizer is None:
+            return (Part("", self.parameter.dtype, tuple(self.parameter.shape)),)
+        return self.quantizer.parts(self.parameter.shape)
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,21 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
-from .checkpoint import Checkpoint, StoredTensor, shorten
+from ..quantization.format import Quantizer
+from .checkpoint import Checkpoint, StoredTensor, read_config_json, shorten
 from .keys import Group, Skeleton, drop_ignored, map_keys
 from .runs import Run, Runs
+from .stored_finding import find_weights
+from .stored_formats import StoredFormat, find_stored_format
+from .stored_parts import StoredParts, find_parts
+from .stored_tensors import Constant, MadeTensor
 
 # What a cast holds of the file at a time.
 PIECE_BYTES = 16 * 2**20
+# Numbers that are dequantised at a time.
+_PIECE_NUMEL = 4 * 2**20
+
+_logger = logging.getLogger(__name__)
 
 
 class BaseWeights:
@@ -26,7 +36,12 @@ class BaseWeights:
     Tensors are named as in the model before adapters are injected; names that are tied read the same bytes. Values are
     those that `from_pretrained` would give, bit for bit. Bytes are counted by the checkpoint.
 
+    What a checkpoint holds quantised is read here dequantised, by names and ranges of the plain numbers; where its
+    stored bytes are of a format that a base can be kept in, they can be read as parts of that format too.
+
     Attributes:
+        stored_format: How the checkpoint is quantised; None if it is not.
+        stored: What the files hold, by key, as if it had never been quantised.
         missing: Names in the model for which the checkpoint has no value and needs none (`allow_missing`, or the
             model's class says so): whoever builds the model must initialise them.
     """
@@ -38,7 +53,11 @@ class BaseWeights:
         tensors: dict[str, torch.Tensor],
         sources: dict[str, Runs | Group],
         missing: Iterable[str],
+        stored: Mapping[str, StoredTensor],
+        stored_format: StoredFormat | None,
     ) -> None:
+        self.stored = stored
+        self.stored_format = stored_format
         self.missing = tuple(sorted(missing))
         self._checkpoint = checkpoint
         self._skeleton = skeleton
@@ -47,6 +66,7 @@ class BaseWeights:
         self._own_sources = dict(sources)  # before names that are tied share one
         self._unit_names: frozenset[str] = frozenset()
         self._converted: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, StoredParts | None] = {}
 
     @classmethod
     def plan(
@@ -67,13 +87,16 @@ class BaseWeights:
             allow_unexpected: Prefixes of stored keys that the model may have no place for, such as `lm_head.`.
 
         Raises:
-            CheckpointError: Tensors are missing, unexpected or of another shape, the weights are quantised, or tied
-                tensors are stored twice with different values.
+            CheckpointError: Tensors are missing, unexpected or of another shape, the weights are quantised in a way
+                that cannot be read, or tied tensors are stored twice with different values.
         """
         _check_dtype(model, dtype)
-        _check_unquantised(model, checkpoint)
+        stored_format = find_stored_format(read_config_json(checkpoint.folder), str(checkpoint.folder))
+        stored: Mapping[str, StoredTensor] = checkpoint.tensors
+        if stored_format is not None:
+            stored = find_weights(stored_format, checkpoint.tensors, dtype, partial(_read_elements, checkpoint))
         expected: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        groups, unexpected = map_keys(model, checkpoint.tensors, dtype)
+        groups, unexpected = map_keys(model, stored, dtype)
         skeleton = Skeleton(model)
         tensors: dict[str, torch.Tensor] = {}
         sources: dict[str, Runs | Group] = {}
@@ -113,7 +136,7 @@ class BaseWeights:
                 f"The weights in {checkpoint.folder} do not fit {type(model).__name__} as its config describes it: "
                 f"{found}. Use the weights, config.json and model class that belong together."
             )
-        weights = cls(checkpoint, skeleton, tensors, sources, absent)
+        weights = cls(checkpoint, skeleton, tensors, sources, absent, stored, stored_format)
         weights._tie(tied)
         return weights
 
@@ -149,13 +172,72 @@ class BaseWeights:
         None means that no file holds it so: it has another dtype there, or is computed from others.
         """
         source = self._sources[name]
-        item_bytes = self.target_dtype(name).itemsize
-        if isinstance(source, Group) or any(run.stored.dtype != self.target_dtype(name) for run in source.runs):
+        return None if isinstance(source, Group) else _find_stretches(source, self.target_dtype(name))
+
+    def stored_quantizer(self, name: str) -> Quantizer | None:
+        """Return the format that the files hold a weight in, if a base can be kept in it as it is; else None."""
+        parts = self._find_parts(name)
+        return parts.quantizer if parts else None
+
+    def stored_quantizers(self) -> dict[str, Quantizer]:
+        """Return the `stored_quantizer` of each weight that has one."""
+        found = {name: self.stored_quantizer(name) for name in self.names}
+        return {name: quantizer for name, quantizer in found.items() if quantizer is not None}
+
+    def describe_stored(self) -> str | None:
+        """Return in a line how a quantised checkpoint is read; None for one that is not quantised."""
+        if self.stored_format is None:
             return None
-        return [
-            (run.stored.file, run.stored.begin_byte + run.begin * item_bytes, run.numel * item_bytes)
-            for run in source.runs
-        ]
+        where = f"{self._checkpoint.folder} is stored in {self.stored_format.description}"
+        made = [name for name in self.names if self.is_made(name)]
+        rest = [name for name in made if self.stored_quantizer(name) is None]
+        dtypes = " and ".join(sorted({str(self.target_dtype(name)).removeprefix("torch.") for name in rest}))
+        if not rest:
+            return f"{where}: its bytes are kept as they are"
+        if len(rest) == len(made):
+            return f"{where}: dequantised to {dtypes} while it is read"
+        return f"{where}: its bytes are kept as they are, but {shorten(rest)} dequantised to {dtypes} while it is read"
+
+    def is_made(self, name: str) -> bool:
+        """Tell whether the files hold a weight, or what it is computed from, quantised."""
+        source = self._sources[name]
+        if isinstance(source, Group):
+            return any(isinstance(stored, MadeTensor) for each in source.sources.values() for stored in each)
+        return any(isinstance(run.stored, MadeTensor) for run in source.runs)
+
+    def read_elements(self, stored: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of one of `stored`, flat and in its own dtype."""
+        return _read_elements(self._checkpoint, stored, begin, end)
+
+    def find_part_stretches(self, name: str, part: int) -> list[tuple[Path, int, int]] | torch.Tensor | None:
+        """Return where the files hold a part of a weight's `stored_quantizer`, as `find_stretches` does.
+
+        A few numbers that no file holds as such are returned themselves, as bytes.
+        """
+        runs = self._part_runs(name, part)
+        dtype = runs.runs[0].stored.dtype
+        if not all(isinstance(run.stored, Constant) for run in runs.runs):
+            return _find_stretches(runs, dtype)
+        out = torch.empty(runs.numel * dtype.itemsize, dtype=torch.uint8)
+        self._read_runs(runs, dtype, 0, len(out), out)
+        return out
+
+    def read_part_range(self, name: str, part: int, begin: int, end: int, out: torch.Tensor) -> None:
+        """Read bytes [begin, end) of a part of a weight's `stored_quantizer`, as the files hold it, into `out`."""
+        runs = self._part_runs(name, part)
+        self._read_runs(runs, runs.runs[0].stored.dtype, begin, end, out)
+
+    def _part_runs(self, name: str, part: int) -> Runs:
+        found = self._find_parts(name)
+        if found is None:
+            raise ValueError(f"{name} is not stored in parts")
+        return found.runs[part]
+
+    def _find_parts(self, name: str) -> StoredParts | None:
+        if name not in self._parts:
+            source = self._sources.get(name)
+            self._parts[name] = find_parts(source) if isinstance(source, Runs) else None
+        return self._parts[name]
 
     def read_range(self, name: str, begin: int, end: int, out: torch.Tensor) -> None:
         """Read bytes [begin, end) of a tensor, as it will be in the model, into `out`.
@@ -172,7 +254,9 @@ class BaseWeights:
         if isinstance(source, Group):
             out.copy_(_as_bytes(self._convert(name, source))[begin:end])
             return
-        dtype = self.target_dtype(name)
+        self._read_runs(source, self.target_dtype(name), begin, end, out)
+
+    def _read_runs(self, source: Runs, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor) -> None:
         position = begin // dtype.itemsize * dtype.itemsize
         for run in source.cut(begin // dtype.itemsize, math.ceil(end / dtype.itemsize)):
             run_end = position + run.numel * dtype.itemsize
@@ -218,6 +302,9 @@ class BaseWeights:
     def _read_run(self, run: Run, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor) -> None:
         """Read bytes [begin, end) of a run in `dtype`."""
         stored = run.stored
+        if isinstance(stored, MadeTensor):
+            self._read_made(run, stored, dtype, begin, end, out)
+            return
         if stored.dtype == dtype:
             offset = run.begin * dtype.itemsize
             self._checkpoint.read_bytes(stored, offset + begin, offset + end, out)
@@ -233,6 +320,18 @@ class BaseWeights:
             piece = first * dtype.itemsize
             low, high = max(begin, piece), min(end, piece + len(cast))
             out[low - begin : high - begin] = cast[low - piece : high - piece]
+
+    def _read_made(
+        self, run: Run, stored: MadeTensor, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor
+    ) -> None:
+        read = partial(_read_elements, self._checkpoint)
+        last = math.ceil(end / dtype.itemsize)
+        for first in range(begin // dtype.itemsize, last, _PIECE_NUMEL):
+            numel = min(_PIECE_NUMEL, last - first)
+            made = _as_bytes(stored.make(run.begin + first, run.begin + first + numel, dtype, read))
+            piece = first * dtype.itemsize
+            low, high = max(begin, piece), min(end, piece + len(made))
+            out[low - begin : high - begin] = made[low - piece : high - piece]
 
     def _tie(self, tied: list[list[str]]) -> None:
         """Let tied names share one source; where several are stored, transformers ties them only if they are equal."""
@@ -264,6 +363,24 @@ def _describe(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=dtype, device="meta")
 
 
+def _read_elements(checkpoint: Checkpoint, stored: StoredTensor, begin: int, end: int) -> torch.Tensor:
+    """Return elements [begin, end) of a stored tensor, flat, in its own dtype."""
+    if isinstance(stored, MadeTensor):
+        return stored.make(begin, end, stored.dtype, partial(_read_elements, checkpoint))
+    raw = torch.empty((end - begin) * stored.dtype.itemsize, dtype=torch.uint8)
+    checkpoint.read_bytes(stored, begin * stored.dtype.itemsize, end * stored.dtype.itemsize, raw)
+    return raw.view(stored.dtype)
+
+
+def _find_stretches(source: Runs, dtype: torch.dtype) -> list[tuple[Path, int, int]] | None:
+    if any(isinstance(run.stored, MadeTensor) or run.stored.dtype != dtype for run in source.runs):
+        return None
+    return [
+        (run.stored.file, run.stored.begin_byte + run.begin * dtype.itemsize, run.numel * dtype.itemsize)
+        for run in source.runs
+    ]
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes; they are its own memory where it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -284,15 +401,3 @@ def _check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
         raise ValueError(
             f"the skeleton is built in {found}, not in {dtype}: build it with from_config(config, dtype=...)"
         )
-
-
-def _check_unquantised(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    quantization = getattr(model.config.get_text_config(), "quantization_config", None)
-    quantization = quantization or getattr(model.config, "quantization_config", None)
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    raise CheckpointError(
-        f"Expected unquantised weights in {checkpoint.folder}, but its config has a quantization_config ({method}). "
-        "Use the unquantised model."
-    )

@@ -20,6 +20,7 @@ class Activations:
         forward: work of each decoder layer.
         backward: of the backward of each, with the recomputation if there is any.
         rest: of everything else: embedding, head, loss.
+        workspace_bytes: what quantised weights are unpacked to, which is kept.
     """
 
     saved_bytes: int
@@ -29,6 +30,7 @@ class Activations:
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     rest: Work
+    workspace_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -53,4 +55,5 @@ def recompute_some(recomputed: Activations, saved: Activations, num_layers: int)
         forward=saved.forward,
         backward=tuple((recomputed if i in chosen else saved).backward[i] for i in range(count)),
         rest=saved.rest,
+        workspace_bytes=max(recomputed.workspace_bytes, saved.workspace_bytes),
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from .. import dist
+from ..disk import show_bytes
 from ..errors import ConfigError, UserError
 from ..placement import PlacementOptions, ResolvedPlacement, check_group_size, check_num_layers, choose_group_size
+from ..quantization.options import describe_quantization
 from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
 from .hardware import Cluster
 from .size import ModelSize
@@ -32,6 +35,7 @@ class Plan:
         chosen: the index of a row, or None if none fits.
         reason: why, in a sentence.
         notes: what the reader should know of the figures.
+        quantization: of the base, in words; None for its own dtype.
     """
 
     model: str
@@ -41,6 +45,7 @@ class Plan:
     chosen: int | None
     reason: str
     notes: tuple[str, ...] = ()
+    quantization: str | None = None
 
     @property
     def choice(self) -> Row:
@@ -70,14 +75,18 @@ def make_plan(
     cluster: Cluster,
     options: PlacementOptions | None = None,
     notes: Sequence[str] = (),
+    given: ResolvedPlacement | None = None,
 ) -> Plan:
     """Return the costs of every placement, and the fastest that fits.
 
     Args:
         options: what a person has chosen already. Other placements are shown, but not taken.
+        given: what is taken, whatever it costs: nothing is left to choose.
     """
     options = options or PlacementOptions()
     candidates = list(_candidates(size, workload, cluster, options))
+    if given is not None and given not in candidates:
+        candidates.append(given)
     rows = [compute_row(size, workload, cluster, placement) for placement in candidates]
     wanted = options.combine()["placement"]
     allowed = [index for index, placement in enumerate(candidates) if wanted in ("auto", placement.placement)]
@@ -93,9 +102,17 @@ def make_plan(
     for index in fitting:
         if chosen is None or rows[index].tokens_per_s > rows[chosen].tokens_per_s * (1 + _TIE):
             chosen = index
-    reason = _explain(rows, allowed, chosen, cluster)
-    model = f"{size.name}: {size.num_parameters / 1e9:.2f} B parameters, {size.base_bytes / 2**30:.1f} GiB"
-    return Plan(model, str(cluster), cluster.free_bytes, tuple(rows), chosen, reason, tuple(notes))
+    if given is None:
+        reason = _explain(rows, allowed, chosen, cluster)
+    else:
+        chosen = candidates.index(given)
+        reason = _explain_given(rows[chosen], cluster)
+    count = size.num_parameters
+    shown_count = f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
+    quantization = None if size.quantization is None else describe_quantization(size.quantization)
+    model = f"{size.name}: {shown_count} parameters, {show_bytes(size.base_bytes)}"
+    model += f" {quantization}" if quantization else ""
+    return Plan(model, str(cluster), cluster.free_bytes, tuple(rows), chosen, reason, tuple(notes), quantization)
 
 
 def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
@@ -116,17 +133,31 @@ def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
     made: Plan | UserError | None = None
     if dist.get_rank() == 0:
         try:
-            made = plan(least_bytes)
+            with explained_planning():
+                made = plan(least_bytes)
         except UserError as error:
             made = error
-        except Exception as error:  # planning runs the model's own code, which may raise anything
-            lines = str(error).splitlines() or [""]
-            made = PlanError(f"this model cannot be planned ({type(error).__name__}: {lines[0]})")
     made = dist.broadcast_object(made)
     if isinstance(made, UserError):
         raise made
     assert made is not None
     return made
+
+
+@contextmanager
+def explained_planning() -> Iterator[None]:
+    """Say of any error that a model cannot be planned: planning runs its own code, which may raise anything.
+
+    Raises:
+        UserError: planning's own, or a `PlanError` in place of another error.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise PlanError(f"this model cannot be planned ({type(error).__name__}: {lines[0]})") from error
 
 
 def name_placement(placement: ResolvedPlacement, num_ranks: int) -> str:
@@ -188,6 +219,14 @@ def _candidates(
 
 def _crosses_nodes(placement: ResolvedPlacement, cluster: Cluster) -> bool:
     return placement.group_size > cluster.ranks_per_node
+
+
+def _explain_given(row: Row, cluster: Cluster) -> str:
+    name = name_placement(row.placement, cluster.num_ranks)
+    if row.lacks:
+        return f"{name}, as asked, which is predicted to need {row.lacks}"
+    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
+    return f"{name}, as asked: {row.tokens_per_s:,.0f} tokens/s in {room}"
 
 
 def _explain(rows: Sequence[Row], allowed: Sequence[int], chosen: int | None, cluster: Cluster) -> str:

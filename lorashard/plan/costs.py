@@ -95,6 +95,7 @@ class Row:
         copied_bytes: copied from host memory or files, in a step.
         step_s: predicted, of which `wait_s` waits for the base.
         lacks: what is missing, or None if it fits.
+        workspace_bytes: what quantised weights are unpacked to, one at a time.
     """
 
     placement: ResolvedPlacement
@@ -113,6 +114,7 @@ class Row:
     tokens_per_s: float
     dataset_s: float | None
     lacks: str | None
+    workspace_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -136,7 +138,7 @@ def compute_row(size: ModelSize, workload: Workload, cluster: Cluster, placement
     activations = workload.activations_of(placement)
     traffic = _run(size, activations, cluster, placement, memory)
     adapter_bytes = count_adapter_bytes(size, workload.optimizer, cluster.num_ranks)
-    peak_bytes = memory.rest_bytes + memory.slot_bytes + adapter_bytes + activations.peak_bytes
+    peak_bytes = _add_up(memory, adapter_bytes, activations)
     steps = workload.accumulation_steps
     step_s = traffic.seconds * steps + _finish_step_s(size, workload, activations, cluster)
     tokens_per_s = workload.microbatch_tokens * steps * cluster.num_ranks / step_s
@@ -157,6 +159,7 @@ def compute_row(size: ModelSize, workload: Workload, cluster: Cluster, placement
         tokens_per_s=tokens_per_s,
         dataset_s=workload.dataset_tokens / tokens_per_s if workload.dataset_tokens else None,
         lacks=None,
+        workspace_bytes=activations.workspace_bytes,
     )
     return replace(row, lacks=find_lack(row, cluster))
 
@@ -198,8 +201,12 @@ def fit_saving_layers(
 def _fits(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> bool:
     memory = _place(size, cluster, placement)
     others = count_adapter_bytes(size, workload.optimizer, cluster.num_ranks)
-    activations = workload.activations_of(placement)
-    return memory.rest_bytes + memory.slot_bytes + others + activations.peak_bytes <= cluster.free_bytes
+    return _add_up(memory, others, workload.activations_of(placement)) <= cluster.free_bytes
+
+
+def _add_up(memory: _Memory, adapter_bytes: int, activations: Activations) -> int:
+    base_bytes = memory.rest_bytes + memory.slot_bytes + activations.workspace_bytes
+    return base_bytes + adapter_bytes + activations.peak_bytes
 
 
 def count_adapter_bytes(size: ModelSize, optimizer: str, num_ranks: int) -> int:

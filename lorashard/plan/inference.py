@@ -26,13 +26,14 @@ def plan_inference(
 
     Ranks: collective over all ranks.
     """
+    base, _ = base.settle()
     model = base.build(options.unit_paths)
     env = dist.read_launcher_env()
     world_size = dist.get_world_size()
     free_bytes = measure_free_bytes(device, (env and env.local_world_size) or world_size)
     return place_for_inference(
         options,
-        measure_model(model),
+        measure_model(model, base.quantization, base.stored),
         device.type,
         min(dist.gather_objects(free_bytes)),
         num_cached_tokens * count_cache_bytes(model.config, base.dtype),
@@ -70,7 +71,7 @@ def place_for_inference(
         free_bytes: of the device with the least.
         reserve_bytes: for the key-value cache and activations.
     """
-    spare_bytes = free_bytes - reserve_bytes - size.adapter_bytes - _HEADROOM_BYTES
+    spare_bytes = free_bytes - reserve_bytes - size.adapter_bytes - size.workspace_bytes - _HEADROOM_BYTES
     if options.combine()["placement"] == "auto":
         groups = [choose_group_size(options.combine()["shard_group_size"], world_size, node_size)]
         if options.combine()["shard_group_size"] is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -21,6 +22,9 @@ _SECONDS_EACH = 0.15
 # The matmuls of a layer are smaller than the one that is measured.
 _MATMUL_SHARE = 0.8
 _CPU_KERNEL_S = 4e-6
+# Of a core, and of a machine's memory, where nothing was measured.
+_CPU_FLOPS_PER_S = 30e9
+_CPU_BYTES_PER_S = 5e9
 _MATMUL_WIDTH = {"cuda": 8192, "cpu": 1024}
 _COPY_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
 # gloo between processes of one machine: through sockets, so several copies, on the cores that compute.
@@ -50,7 +54,7 @@ def probe(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -
 
     Ranks: collective over all ranks.
     """
-    cache = cache or Path.home() / ".cache" / "lorashard" / "speeds.json"
+    cache = cache or _find_cache()
     key = _describe_machine(device, dtype)
     known: _Values | None = dist.broadcast_object(_read_cache(cache).get(key))
     if known is None:
@@ -59,6 +63,27 @@ def probe(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -
         if dist.get_rank() == 0:
             _write_cache(cache, key, known)
     return _to_hardware(Speeds(**known), device)
+
+
+def recall_hardware(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -> tuple[Hardware, str | None]:
+    """Return this machine's speeds without measuring: those remembered, or else a guess, which a sentence then says.
+
+    Args:
+        dtype, cache: as for `probe`.
+
+    Ranks: local.
+    """
+    known = _read_cache(cache or _find_cache()).get(_describe_machine(device, dtype))
+    if known is not None:
+        return _to_hardware(Speeds(**known), device), None
+    if device.type == "cpu":
+        flops_per_s, speed = _CPU_FLOPS_PER_S * torch.get_num_threads(), _CPU_BYTES_PER_S
+        guess = Speeds(flops_per_s, speed, speed, speed, None)
+        return _to_hardware(guess, device), "the speeds are guessed: this machine was not measured yet"
+    properties = torch.cuda.get_device_properties(device)
+    found = find_gpu_type(guess_gpu_type(properties.name, properties.total_memory))
+    note = f"the speeds are those of {found.name}: this machine was not measured yet"
+    return dataclasses.replace(found, name=properties.name, memory_bytes=properties.total_memory), note
 
 
 def measure_free_bytes(device: torch.device, ranks_per_node: int) -> int:
@@ -174,6 +199,10 @@ def _to_hardware(speeds: Speeds, device: torch.device) -> Hardware:
         known.kernel_s,
         is_overlapping=True,
     )
+
+
+def _find_cache() -> Path:
+    return Path.home() / ".cache" / "lorashard" / "speeds.json"
 
 
 def _describe_machine(device: torch.device, dtype: torch.dtype) -> str:

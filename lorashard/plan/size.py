@@ -12,25 +12,50 @@ from huggingface_hub import get_safetensors_metadata, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError
 from peft import LoraConfig, PeftModel, TaskType
 
-from ..engine import Layout, plan_layout
+from ..engine import Layout
 from ..errors import CheckpointError
 from ..model.adapters import base_test, inject
-from ..model.checkpoint import Checkpoint
+from ..model.checkpoint import Checkpoint, read_config_json
 from ..model.loading import build_skeleton
-from ..model.units import EMBEDDING, HEAD, LAYER, find_structure
+from ..model.quantizing import quantize_structure
+from ..model.sources import plan_unit
+from ..model.stored_formats import StoredFormat, find_stored_format
+from ..model.units import EMBEDDING, HEAD, LAYER, FoundUnit, find_structure
+from ..quantization.options import Quantization
+
+
+@dataclass(frozen=True)
+class PackedSize:
+    """A quantised weight.
+
+    Attributes:
+        numel: its numbers.
+        parts_numel: numbers of the tensors that keep it.
+        unpacked_bytes: as it is computed with.
+    """
+
+    numel: int
+    parts_numel: int
+    unpacked_bytes: int
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What is gathered at once; `layout` is that of one shard."""
+    """What is gathered at once; `layout` is that of one shard.
+
+    Attributes:
+        packed: the weights among its own that are quantised, whose parts are in the layout.
+    """
 
     name: str
     kind: str
     layout: Layout
+    packed: tuple[PackedSize, ...] = ()
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(field.shape) for field in self.layout.fields)
+        stored = sum(math.prod(field.shape) for field in self.layout.fields)
+        return stored + sum(weight.numel - weight.parts_numel for weight in self.packed)
 
     def shard_bytes(self, num_shards: int) -> int:
         """Return what each of `num_shards` ranks keeps of it, padding included."""
@@ -50,6 +75,7 @@ class ModelSize:
         visits: the unit at each stop of a forward, and as what; a tied embedding's unit comes first and last.
         adapter_parameters: what trains.
         adapter_bytes: of these parameters themselves.
+        quantization: of the base.
     """
 
     name: str
@@ -57,6 +83,7 @@ class ModelSize:
     visits: tuple[tuple[UnitSize, str], ...]
     adapter_parameters: int
     adapter_bytes: int
+    quantization: Quantization | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -65,6 +92,11 @@ class ModelSize:
     @property
     def base_bytes(self) -> int:
         return sum(unit.total_bytes(1) for unit in self.units)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that one weight is unpacked to."""
+        return max((weight.unpacked_bytes for unit in self.units for weight in unit.packed), default=0)
 
     @property
     def layers(self) -> tuple[UnitSize, ...]:
@@ -96,15 +128,21 @@ def build_meta_model(
     return inject(skeleton, lora, low_cpu_mem_usage=True)
 
 
-def measure_model(model: PeftModel) -> ModelSize:
-    """Return the sizes of a model's units and adapter; its weights are never read."""
+def measure_model(
+    model: PeftModel, quantization: Quantization | None = None, stored: StoredFormat | None = None
+) -> ModelSize:
+    """Return the sizes of a model's units and adapter; its weights are never read.
+
+    Args:
+        quantization: what the base is to be quantised to.
+        stored: of files that are quantised already; the modules that it skips stay as they are.
+    """
     structure = find_structure(model, base_test(model))
-    sizes = {
-        id(unit): UnitSize(
-            unit.name, unit.kind, plan_layout([(w.name, w.parameter.dtype, w.parameter.shape) for w in unit.weights], 1)
-        )
-        for unit in structure.units
-    }
+    quantize_structure(structure, quantization)
+    for weight in (weight for unit in structure.units for weight in unit.weights):
+        if stored is not None and stored.skips(weight.name.rpartition(".")[0]):
+            weight.quantizer = None
+    sizes = {id(unit): _measure_unit(unit) for unit in structure.units}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ModelSize(
         name=str(model.get_base_model().config.name_or_path),
@@ -112,7 +150,30 @@ def measure_model(model: PeftModel) -> ModelSize:
         visits=tuple((sizes[id(visit.unit)], visit.kind) for visit in structure.visits),
         adapter_parameters=sum(parameter.numel() for parameter in trainable),
         adapter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+        quantization=quantization,
     )
+
+
+def _measure_unit(unit: FoundUnit) -> UnitSize:
+    packed = [
+        PackedSize(
+            weight.parameter.numel(),
+            sum(math.prod(part.shape) for part in weight.parts()),
+            weight.parameter.numel() * weight.parameter.element_size(),
+        )
+        for weight in unit.weights
+        if weight.quantizer is not None
+    ]
+    return UnitSize(unit.name, unit.kind, plan_unit(unit, 1), tuple(packed))
+
+
+def find_stored(model_name_or_path: str, revision: str | None = None) -> StoredFormat | None:
+    """Return in which quantised format a model's files are, as its config tells; None for plain numbers.
+
+    Raises:
+        CheckpointError: there is no config to be had, or the format cannot be read.
+    """
+    return find_stored_format(read_config_json(_find_config(model_name_or_path, revision)), model_name_or_path)
 
 
 def compare_with_headers(size: ModelSize, revision: str | None = None) -> str | None:
@@ -166,8 +227,10 @@ __all__ = [
     "HEAD",
     "LAYER",
     "ModelSize",
+    "PackedSize",
     "UnitSize",
     "build_meta_model",
     "compare_with_headers",
+    "find_stored",
     "measure_model",
 ]

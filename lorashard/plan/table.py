@@ -11,6 +11,7 @@ _HEADER = (
     "placement",
     "base",
     "slots",
+    "workspace",
     "adapter",
     "activations",
     "logits",
@@ -28,8 +29,9 @@ _HEADER = (
 def render_plan(plan: Plan, num_ranks: int) -> str:
     """Return a plan as a table for the terminal; sizes are GiB of one rank."""
     rows = [_render_row(row, num_ranks) for row in plan.rows]
-    keeps_dataset = any(row.dataset_s is not None for row in plan.rows)
-    columns = [i for i, name in enumerate(_HEADER) if name != "dataset" or keeps_dataset]
+    unused = set() if any(row.dataset_s is not None for row in plan.rows) else {"dataset"}
+    unused |= set() if any(row.workspace_bytes for row in plan.rows) else {"workspace"}
+    columns = [i for i, name in enumerate(_HEADER) if name not in unused]
     cells = [[row[i] for i in columns] for row in (_HEADER, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = [f"{plan.model}, on {plan.cluster}, {plan.free_bytes / 2**30:.1f} GiB for each rank", ""]
@@ -37,7 +39,7 @@ def render_plan(plan: Plan, num_ranks: int) -> str:
         mark = "> " if index - 1 == plan.chosen and index else "  "
         words = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append((mark + "  ".join(words)).rstrip())
-    lines += ["", plan.reason, "", *_LEGEND]
+    lines += ["", plan.reason, "", *_LEGEND, *([_WORKSPACE] if "workspace" not in unused else [])]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -47,6 +49,7 @@ _LEGEND = (
     "logits with what layers saved.",
     "Bytes of the base and of its traffic are exact, activations traced from the model's code, times estimates.",
 )
+_WORKSPACE = "workspace: what a quantised weight is unpacked to while an operation reads it, in the peak too."
 
 
 def _render_row(row: Row, num_ranks: int) -> Sequence[str]:
@@ -55,6 +58,7 @@ def _render_row(row: Row, num_ranks: int) -> Sequence[str]:
         name_placement(row.placement, num_ranks),
         _gib(row.rest_bytes),
         _gib(row.slot_bytes),
+        _gib(row.workspace_bytes),
         _gib(row.adapter_bytes),
         _gib(row.activation_bytes),
         _gib(row.logits_bytes),

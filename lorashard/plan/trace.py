@@ -20,11 +20,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import ConfigError
+from ..model.adapters import base_test
 from ..model.layer_major import split_layers
+from ..model.quantizing import quantize_structure
 from ..model.stacks import find_decoder_stack
+from ..model.units import find_structure
+from ..quantization.options import Quantization
 from .activations import Activations
 from .fused_head import fused_loss
-from .tracker import Tracker, Work
+from .tracker import Tracker, Unpacking, Work
+from .unpacking import measure_unpacking
+
+_Packed = Sequence[tuple[torch.Tensor, Unpacking]]
 
 _ATTENTION_NAME = "lorashard_trace"
 _FEW_LAYERS = 2  # the first layer's input may need no gradient, so one does not tell of all
@@ -71,6 +78,7 @@ class _Run:
     head_backward_bytes: float
     layers_backward_bytes: float
     hidden_bytes: float
+    workspace_bytes: float
     forward: Work
     backward: Work
 
@@ -84,11 +92,12 @@ class _Run:
         return self + other * -1
 
 
-def trace(model: PeftModel, microbatch: Microbatch) -> Activations:
+def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization | None = None) -> Activations:
     """Run `microbatch` through `model` on fake tensors.
 
     Args:
         model: on the meta device; its tensors and layers are replaced, so it is of no further use.
+        quantization: of the base, whose weights are then unpacked in each operation that reads them.
 
     Raises:
         ConfigError: the model's code looks at numbers, so that it cannot run without them.
@@ -99,14 +108,18 @@ def trace(model: PeftModel, microbatch: Microbatch) -> Activations:
     # The sequences of a packed row are cut where they begin, which only numbers tell: such a row is planned whole.
     if microbatch.layer_rows is not None and microbatch.layer_rows < microbatch.num_rows:
         split_layers(layers, microbatch.layer_rows)
+    unpackings = _find_unpackings(model, quantization, microbatch.device_type)
     kinds = _find_kinds(model, layers)
     few = sorted(index for indices in kinds.values() for index in indices[:_FEW_LAYERS])
     with FakeTensorMode(), _code_for(model, microbatch):
-        _fill(model, path, [layers[index] for indices in kinds.values() for index in indices[: _FEW_LAYERS + 1]])
+        twins = _fill(
+            model, path, [layers[index] for indices in kinds.values() for index in indices[: _FEW_LAYERS + 1]]
+        )
+        packed = [(twins[parameter], unpackings[parameter]) for parameter in twins if parameter in unpackings]
 
         def run(indices: Sequence[int]) -> _Run:
             _replace(model, path, [layers[index] for index in indices])
-            return _run(model, microbatch)
+            return _run(model, microbatch, packed)
 
         base = run(few)
         # What one more layer of each kind adds; where there are only few of a kind, what all add on average.
@@ -156,10 +169,30 @@ def _assemble(base: _Run, added: Mapping[Hashable, _Run], kinds: Mapping[Hashabl
         forward=tuple(run.forward for run in order),
         backward=tuple(run.backward for run in order),
         rest=rest,
+        workspace_bytes=round(base.workspace_bytes + max(0, *(run.workspace_bytes for run in added.values()))),
     )
 
 
-def _run(model: PeftModel, microbatch: Microbatch) -> _Run:
+def _find_unpackings(
+    model: PeftModel, quantization: Quantization | None, device_type: str
+) -> dict[torch.Tensor, Unpacking]:
+    """Return what unpacking each weight takes that is to be quantised."""
+    if quantization is None:
+        return {}
+    structure = find_structure(model, base_test(model))
+    quantize_structure(structure, quantization)
+    known: dict[Hashable, Unpacking] = {}
+    found: dict[torch.Tensor, Unpacking] = {}
+    for weight in (weight for unit in structure.units for weight in unit.weights):
+        if weight.quantizer is not None:
+            key = (weight.quantizer, weight.parameter.shape, weight.parameter.dtype)
+            if key not in known:
+                known[key] = measure_unpacking(*key, device_type)
+            found[weight.parameter] = known[key]
+    return found
+
+
+def _run(model: PeftModel, microbatch: Microbatch, packed: _Packed) -> _Run:
     shape = (microbatch.num_rows, microbatch.row_tokens)
     batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     _, stack = find_decoder_stack(model)
@@ -168,7 +201,7 @@ def _run(model: PeftModel, microbatch: Microbatch) -> _Run:
             parameter.grad = torch.empty_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     resting = [*model.parameters(), *model.buffers(), *gradients, *batch.values()]
-    tracker = Tracker(resting, is_for_cuda=microbatch.device_type == "cuda")
+    tracker = Tracker(resting, is_for_cuda=microbatch.device_type == "cuda", packed=packed)
     seen: dict[str, int] = {}
 
     def leave_layers(module: nn.Module, args: Any, output: Any) -> None:
@@ -199,7 +232,7 @@ def _run(model: PeftModel, microbatch: Microbatch) -> _Run:
         ) from error
     finally:
         handle.remove()
-    return _Run(**seen, forward=forward, backward=tracker.work - forward)
+    return _Run(**seen, workspace_bytes=tracker.workspace_bytes, forward=forward, backward=tracker.work - forward)
 
 
 def _compute_loss(model: PeftModel, batch: dict[str, torch.Tensor], microbatch: Microbatch) -> torch.Tensor:
@@ -286,8 +319,8 @@ def _replace(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> None:
     setattr(model.get_submodule(parent), name, nn.ModuleList(layers))
 
 
-def _fill(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> None:
-    """Put fake tensors where the meta tensors are, in `layers` and all that is no layer."""
+def _fill(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> dict[torch.Tensor, nn.Parameter]:
+    """Put fake tensors where the meta tensors are, in `layers` and all that is no layer; return those of parameters."""
     _replace(model, path, layers)
     twins: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
@@ -300,3 +333,4 @@ def _fill(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return twins

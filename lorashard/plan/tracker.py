@@ -21,6 +21,9 @@ _ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
 
+# These copy no numbers.
+_BOOKKEEPING = {_aten.detach.default, _aten.alias.default}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -42,6 +45,23 @@ class Work:
         return Work(self.flops * factor, self.moved_bytes * factor, self.num_kernels * factor)
 
 
+@dataclass(frozen=True)
+class Unpacking:
+    """What it takes to make numbers of a quantised weight, which happens in each operation that reads it.
+
+    Attributes:
+        unpacked_bytes: in the workspace.
+        temporary_bytes: beside it, until the numbers are there.
+        item: the same for `weight[i]`, where that can be had alone.
+    """
+
+    numel: int
+    unpacked_bytes: int
+    temporary_bytes: int
+    work: Work
+    item: Unpacking | None = None
+
+
 class Tracker(TorchDispatchMode):
     """While active, counts the bytes of storages that operations make, for as long as a tensor holds them.
 
@@ -51,16 +71,25 @@ class Tracker(TorchDispatchMode):
         live_bytes: now.
         peak_bytes: the most at once since `take_peak`.
         work: of all operations so far.
+        workspace_bytes: the most that the quantised weights of one operation were unpacked to.
     """
 
-    def __init__(self, ignored: Iterable[torch.Tensor] = (), is_for_cuda: bool = False) -> None:
+    def __init__(
+        self,
+        ignored: Iterable[torch.Tensor] = (),
+        is_for_cuda: bool = False,
+        packed: Iterable[tuple[torch.Tensor, Unpacking]] = (),
+    ) -> None:
         """Begin at nothing.
 
         Args:
             ignored: their storages are not counted.
             is_for_cuda: whether attention's backward takes the workspace that its CUDA kernel takes.
+            packed: tensors that stand for quantised weights.
         """
         super().__init__()
+        self._unpackings = {tensor.untyped_storage()._cdata: unpacking for tensor, unpacking in packed}
+        self.workspace_bytes = 0
         self._is_for_cuda = is_for_cuda
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -76,9 +105,11 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
         if func.namespace == "prim":
-            return output
+            return func(*args, **kwargs)
+        if self._unpackings and not func.is_view and func not in _BOOKKEEPING:
+            self._unpack(tree_leaves((args, kwargs)))
+        output = func(*args, **kwargs)
         made = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
         for tensor in made:
             self._add(tensor)
@@ -87,6 +118,21 @@ class Tracker(TorchDispatchMode):
         if not func.is_view and made:
             self._add_work(func, args, kwargs, output, made)
         return output
+
+    def _unpack(self, leaves: Iterable[Any]) -> None:
+        unpacked_bytes = 0
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            unpacking = self._unpackings.get(leaf.untyped_storage()._cdata)
+            if unpacking is None:
+                continue
+            if unpacking.item is not None and leaf.numel() == unpacking.item.numel:
+                unpacking = unpacking.item
+            unpacked_bytes += unpacking.unpacked_bytes
+            self.work += unpacking.work
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + unpacking.temporary_bytes)
+        self.workspace_bytes = max(self.workspace_bytes, unpacked_bytes)
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -14,17 +14,19 @@ from safetensors.torch import load_file
 from .. import api, dist
 from ..errors import CheckpointError, ConfigError, UserError
 from ..model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
-from ..model.checkpoint import Checkpoint, resolve_folder, shorten
-from ..model.identity import ADAPTER_NAME, BaseIdentity
+from ..model.checkpoint import Checkpoint, read_config_json, resolve_folder, shorten
+from ..model.identity import ADAPTER_NAME, BaseIdentity, read_quantization_of
 from ..model.loading import build_skeleton, load_sharded
 from ..model.model_config import read_model_config
-from ..model.saved import CONFIG_NAME, find_adapter, find_base, read_config, restore
+from ..model.saved import CONFIG_NAME, choose_quantization, find_adapter, find_base, read_config, restore
+from ..model.stored_formats import find_stored_format
 from ..model.weights import BaseWeights
 from ..output import say
 from ..placement import read_placement
 from ..plan.auto import BaseModel
 from ..plan.inference import plan_inference
 from ..plan.size import build_meta_model
+from ..quantization.options import describe_quantization
 from ..use import check_is_causal, load_for_use
 from ..use_options import VerifyOptions
 from .memory import free
@@ -155,9 +157,14 @@ def _check_base(subject: _Subject, options: VerifyOptions) -> Verdict:
     trained_on = BaseIdentity.read(subject.folder)
     if trained_on is None:
         return Verdict("base", f"{subject.base}; the adapter carries no hash to know it by", facts={"is_known": False})
+    quantization = choose_quantization(subject.folder, options.quantization)
+    form = f", {describe_quantization(quantization)}" if quantization else ""
     is_same = sorted(trained_on.files.values()) == sorted(identity.files.values())
     text = "the one that the adapter was trained on" if is_same else "another one, as allow_base_mismatch allows"
-    return Verdict("base", f"{subject.base} is {text}", facts={"is_known": True, "is_same": is_same})
+    other = read_quantization_of(subject.folder)
+    if other != quantization:
+        form = f"{form or ', not quantised'} here, and {describe_quantization(other)} when it was trained"
+    return Verdict("base", f"{subject.base} is {text}{form}", facts={"is_known": True, "is_same": is_same})
 
 
 def _check_merged_files(subject: _Subject, options: VerifyOptions) -> Verdict:
@@ -197,7 +204,11 @@ def _compare(subject: _Subject, options: VerifyOptions, device: torch.device) ->
     if options.merged is not None and are_right(verdicts):
         say(rank, f"loading {options.merged}")
         merged = _compute_merged(options, rows, device)
-        verdicts += agree([_check_merged(merged, adapted, base, find_tolerance(options))])
+        stored = find_stored_format(read_config_json(resolve_folder(options.merged)))
+        rounding = (
+            f"; {stored.description} rounds once more: give --tolerance" if stored and not options.tolerance else ""
+        )
+        verdicts += agree([_check_merged(merged, adapted, base, find_tolerance(options), rounding)])
     return verdicts
 
 
@@ -263,7 +274,7 @@ def _check_alive(adapted: _Logits, base: _Logits) -> Verdict:
     return Verdict("logits", f"with the adapter they differ from the base's: {distance.describe()}", facts=facts)
 
 
-def _check_merged(merged: _Logits, adapted: _Logits, base: _Logits, tolerance: float) -> Verdict:
+def _check_merged(merged: _Logits, adapted: _Logits, base: _Logits, tolerance: float, rounding: str = "") -> Verdict:
     shapes = [logits.shape[-1] for logits in (merged[0], adapted[0])]
     if shapes[0] != shapes[1]:
         text = f"expected a vocabulary of {shapes[1]} as the base has, found {shapes[0]}"
@@ -279,7 +290,7 @@ def _check_merged(merged: _Logits, adapted: _Logits, base: _Logits, tolerance: f
     if from_base.is_equal:
         return Verdict("merged logits", "they are the base's, bit for bit: nothing is merged", False, facts)
     if not from_adapted.relative <= tolerance:
-        return Verdict("merged logits", f"they differ too much {found}", False, facts)
+        return Verdict("merged logits", f"they differ too much {found}{rounding}", False, facts)
     if not from_adapted.relative < from_base.relative:
         nearer = f"they are nearer to the base's ({from_base.relative:.2g} relative) than to the adapter's"
         text = f"{nearer}: they differ {found}"

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers.utils import logging as transformers_logging
 
 from .. import api, dist
+from ..merging.quantized_base import dequantize_model
 from ..model.checkpoint import resolve_folder
 from ..model.checkpointing import checkpoint_some
 from ..model.first_layers import first_layers
@@ -23,6 +24,7 @@ from ..output import say
 from ..placement import ResolvedPlacement, read_placement, resolve_placement
 from ..plan.auto import BaseModel
 from ..plan.trace import Microbatch
+from ..quantization.options import describe_quantization, read_quantization
 from ..use_options import VerifyOptions
 from .differences import Gradients, compare, judge, judge_reference
 from .memory import describe_fit, fit_layers, free
@@ -68,6 +70,8 @@ def verify_gradients(options: VerifyOptions) -> None:
     )
     fit = fit_layers(described, microbatch, placement, device)
     model_text = f"{options.model_name_or_path}, {describe_fit(fit)}"
+    quantization = read_quantization(options.quantization)
+    model_text += f", {describe_quantization(quantization)}" if quantization else ""
     say(rank, f"model: {model_text}")
     with _deterministic(device) as mode, ExitStack() as stack:
         is_cut = fit.num_layers < fit.num_whole_layers
@@ -118,7 +122,10 @@ def _deterministic(device: torch.device) -> Iterator[str]:
 def _run_plain(
     folder: Path, options: VerifyOptions, placement: ResolvedPlacement, device: torch.device
 ) -> tuple[Gradients, Gradients]:
-    """Return the gradients of transformers' own model with PEFT's own adapter, of two runs."""
+    """Return the gradients of transformers' own model with PEFT's own adapter, of two runs.
+
+    A base that is to be quantised has the plain weights that its quantised ones unpack to.
+    """
     with _quiet_transformers():  # which would list every tensor of the layers that are left out
         config = read_model_config(folder, options.trust_remote_code)
         base = choose_auto_class(config, TaskType.CAUSAL_LM).from_pretrained(
@@ -128,6 +135,7 @@ def _run_plain(
             attn_implementation=options.attn_implementation,
             device_map={"": device} if device.type == "cuda" else None,
         )
+    dequantize_model(base, read_quantization(options.quantization))
     model = get_peft_model(base, _make_lora())
     _prepare(model, placement)
     runs = _differentiate(model, options, device), _differentiate(model, options, device)
@@ -152,6 +160,7 @@ def _run_sharded(
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
         allow_unexpected=("",) if is_cut else (),  # the files hold the other layers too
+        quantization=read_quantization(options.quantization),
         may_link=is_cut,
     )
     _prepare(model, placement)

@@ -51,6 +51,7 @@ def offload_checkpoints(model: PeftModel, checkpointing: str) -> AbstractContext
 
 def offload_with_trl(model: PeftModel, checkpointing: str) -> AbstractContextManager:
     torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")
+    torch.cpu.empty_cache = lambda: None  # TRL asks for it where bitsandbytes is imported
     offload = get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False, min_offload_size=1)
     pack = offload.pack_hook
 

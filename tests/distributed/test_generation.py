@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerS
 from trl import SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard import chat
+from lorashard import chat, chat_lines
 from lorashard.errors import ConfigError, DataError
 from lorashard.generation import Generator, SampleCallback, generate_file
 from lorashard.use_options import ChatOptions, GenerateOptions
@@ -236,11 +236,11 @@ def test_a_batch_that_does_not_fit_is_explained(task, tmp_path, monkeypatch):
         generate_file(make_options(task, tmp_path / "out"))
 
 
-class _Script(chat._Terminal):
+class _Script(chat_lines._Terminal):
     """A person who types these lines, thinking for longer than ranks wait before each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = [given for line in lines for given in ("", line)]
+        self.lines = [given for line in lines for given in ("", f"{line}\n")]
         self.said = ""
 
     def read_line(self, patience_s: float) -> str | None:
@@ -263,7 +263,7 @@ def test_all_ranks_hold_one_conversation(task, tmp_path, monkeypatch, do_sample)
 
     def body(rank, where, system):
         script = _Script(["w5 w6", "w7", "w8 " * 200, "/reset", "w7"])
-        monkeypatch.setattr(chat, "_open_terminal", lambda: nullcontext(script))
+        monkeypatch.setattr(chat, "open_listener", lambda options: nullcontext(chat_lines._Person(script, options)))
         values = {"adapter": str(tmp_path / "adapter"), "dtype": "float32", "max_new_tokens": NEW_TOKENS}
         sampling = {"do_sample": do_sample, "temperature": 2.0, "top_p": 1.0}
         chat.chat(ChatOptions(**values, **sampling, system=system, **PLACEMENTS[where]))

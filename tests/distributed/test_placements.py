@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity_support import accumulation, evaluation_between, one_step, reference_pass, run_scenario, two_forwards
 from peft import LoraConfig, PeftModel
 from support import run_ranks
 from test_loading import save_base
-from test_parity import accumulation, evaluation_between, one_step, reference_pass, run_scenario, two_forwards
 from tiny import (
     CHECKPOINTING,
     NUM_LAYERS,

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.identity import BaseIdentity, hash_file
+from lorashard.model.identity import BaseIdentity, hash_file, sign_adapter
 
 KINDS = {
     "lora": {},
@@ -272,7 +272,7 @@ def test_two_processes_may_save_one_folder(tmp_path):
 
     def body(rank):
         for _ in range(20):
-            BaseIdentity({"file": "0" * 64}).write(tmp_path / "adapter")
+            sign_adapter(tmp_path / "adapter", BaseIdentity({"file": "0" * 64}))
 
     run_ranks(body, 2)
     assert BaseIdentity.read(tmp_path / "adapter") == BaseIdentity({"file": "0" * 64})

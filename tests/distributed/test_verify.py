@@ -29,7 +29,7 @@ from transformers import (
 from lorashard.engine import DeviceHome, Engine
 from lorashard.errors import UserError, VerificationError
 from lorashard.model.first_layers import cut_config, first_layers
-from lorashard.model.identity import BaseIdentity
+from lorashard.model.identity import BaseIdentity, sign_adapter
 from lorashard.output import RESULT_FILE_VARIABLE
 from lorashard.use_options import VerifyOptions
 from lorashard.verify import adapter as of_adapter
@@ -50,7 +50,7 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, std: float = 0.03) -> 
             if parameter.requires_grad:
                 parameter.normal_(std=std)
     model.save_pretrained(folder)
-    BaseIdentity.of(list(base.glob("*.safetensors"))).write(folder)
+    sign_adapter(folder, BaseIdentity.of(list(base.glob("*.safetensors"))))
     return model
 
 

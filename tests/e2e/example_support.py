@@ -41,6 +41,11 @@ class Run:
     adapter: dict[str, torch.Tensor]
 
 
+def list_training_scripts() -> list[Path]:
+    """Return the examples that load their model with lorashard, which all but the client of the web UI's API do."""
+    return sorted(path for path in EXAMPLES.glob("*.py") if path.name != "ui_client.py")
+
+
 def make_plain(source: str) -> str:
     """Return the source of an example with its one line put back as it was before lorashard.
 

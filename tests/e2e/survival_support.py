@@ -18,6 +18,7 @@ import psutil
 import torch
 from finetune_support import LORASHARD, make_options, read_lines
 from safetensors.torch import load_file
+from support import wait_for_end
 
 # Imported by every process of a run: calls that change the disk take longer, so that a kill can come between them, and
 # ranks write down the rows that they train on.
@@ -170,8 +171,7 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str,
             os.kill(pid, signal.SIGKILL)
     process.wait(180)
     for pid in ranks.values():
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).wait(180)
+        wait_for_end(pid, 180)
     return True
 
 

@@ -50,16 +50,23 @@ def check_contender(found: dict) -> None:
 def test_the_base_is_written_and_contenders_compute_alike(run, tmp_path):
     """A GPU is at hand for minutes: a run that dies of a misspelt key there measures nothing."""
     folder = tmp_path / "base"
-    record, table = run(tmp_path / "record.json", "--folder", str(folder), "--only", "host", "peft")
-    for name in ("peft", "host"):
+    record, table = run(
+        tmp_path / "record.json", "--folder", str(folder), "--only", "host", "host_nf4", "peft", "unpacking"
+    )
+    for name in ("peft", "host", "host_nf4"):
         check_contender(record["contenders"][name])
     host = record["contenders"]["host"]
     assert host["engine"]["host_bytes_at_rest"] > 0 and host["batches"]["16"]["copied_bytes_per_step"] > 0
     # On a CPU the losses of all steps are equal, so all updates were; the base has to be the same one for that too.
     assert record["bars"]["loss difference from plain PEFT"]["is_met"]
     assert all(batch["largest_loss_difference"] == 0 for batch in host["batches"].values())
+    quantised = record["contenders"]["host_nf4"]["batches"]["16"]
+    assert 0 < quantised["copied_bytes_per_step"] < host["batches"]["16"]["copied_bytes_per_step"]
+    assert 0 < quantised["unpacking_share"] < 1
+    assert list(record["unpacking"]) == ["nf4", "nf4, torch", "nf4, double", "int8", "fp8"]
+    assert record["unpacking"]["nf4, torch"]["is_equal"]
     assert (folder / "tiny" / "model-00001.safetensors").stat().st_size > 4 * 2 * 128 * 64 * 3
-    assert "| lorashard, `host` | 128 |" in table
+    assert "| lorashard, `host` | 128 |" in table and "| nf4, torch |" in table
 
 
 @pytest.mark.slow
@@ -99,10 +106,11 @@ def test_every_placement_and_batch_is_planned_on_a_gpu(gpu):
     """Catches a bar that passes since nothing was foreseen; that the base's bytes differ is all that placing does."""
     shape = gpu.SHAPES["tiny"]
     planned = gpu.plan_peaks(shape, "cuda")
-    assert planned.keys() == gpu.PLACEMENTS.keys()
+    assert planned.keys() == (gpu.PLACEMENTS | gpu.QUANTIZED).keys()
     assert all(peaks.keys() == {"16", "128", "32"} for peaks in planned.values())
     assert planned["host"] == planned["file"]
     assert all(planned["host"][tokens] < planned["replicate"][tokens] for tokens in planned["host"])
+    assert all(planned["replicate_nf4"][tokens] < planned["replicate"][tokens] for tokens in planned["host"])
 
 
 def make_report(
@@ -147,6 +155,7 @@ def test_bars_and_failures_are_recorded(gpu, monkeypatch):
         "resident step / plain PEFT's": False,
         "host's use of the link": True,
         "host step / resident's": True,
+        "nf4's unpacking / step": None,
         "device allocations after the first step": False,
         "loss difference from plain PEFT": True,
         "differing gradients in the checks": False,
@@ -160,7 +169,7 @@ def test_bars_and_failures_are_recorded(gpu, monkeypatch):
     table = gpu.make_tables(json.loads(json.dumps(record)))
     for part in (
         "| FSDP2, CPUOffloadPolicy | 512 | OutOfMemoryError: no |",
-        "| 90% | 16.0 | 16.8 |",
+        "| 90% |  | 16.0 | 16.8 |",
         "two_gloo_ranks: FAILED",
     ):
         assert part in table

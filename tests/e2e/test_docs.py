@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from lorashard import use_options
 from lorashard.cli import app
 from lorashard.config import RunConfig
+from lorashard_ui.serving.options import UiOptions
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +32,7 @@ USE_OPTIONS = {
     "generate": use_options.GenerateOptions,
     "eval": use_options.EvalOptions,
     "doctor": use_options.DoctorOptions,
+    "ui": UiOptions,
 }
 LAUNCHERS = ("torchrun", "accelerate")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from example_support import EXAMPLES, Run, assert_same_adapter, assert_same_run, make_plain, run_example
+from example_support import Run, assert_same_adapter, assert_same_run, list_training_scripts, make_plain, run_example
 from safetensors import safe_open
 
 pytestmark = pytest.mark.timeout(600)  # a script takes seconds, or minutes where many processes share the cores
@@ -40,7 +40,7 @@ def resume(name: str, options: dict, launcher: str, sharded: Run, option: str) -
     return run_example(name, options | again, launcher, folder)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", list_training_scripts(), ids=lambda path: path.name)
 def test_one_line_of_an_example_differs(path: Path) -> None:
     """An example that needs more than its one line would promise what it does not keep."""
     compile(make_plain(path.read_text()), path.name, "exec")

@@ -18,7 +18,8 @@ from lorashard.group import Signals
 from lorashard.launch import go_on, prepare_logs_dir, run_with_restarts
 from lorashard.lock import lock_run
 from lorashard.manifest import delete, place_partial, publish
-from lorashard.runs import Run, record_start
+from lorashard.runs import Run
+from lorashard.status import Status, told_status
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,9 +60,9 @@ MAX_RESTARTS = 2
 
 def launch_ranks(command: list[str], folder: Path) -> int:
     options = {"model": "m", "dataset": "d", "output_dir": str(folder / "run"), "max_restarts": MAX_RESTARTS}
-    with lock_run(folder / "run"):
+    with lock_run(folder / "run"), told_status(folder / "run") as status:
         config = RunConfig(**options)
-        return run_with_restarts(config, command, 2, prepare_logs_dir(config), Signals(can_save=True))
+        return run_with_restarts(config, command, 2, prepare_logs_dir(config), Signals(can_save=True), status)
 
 
 @pytest.fixture
@@ -151,8 +152,8 @@ def test_a_restart_goes_on_with_its_own_checkpoints_alone(monkeypatch: pytest.Mo
     overwriting = RunConfig(**options, overwrite_output_dir=True)
     begun = RunConfig(**options, resume_from_checkpoint=elsewhere)
 
-    record_start(run)
-    Run(run, 0, 1).set_status("tokenise")
+    Status.begin(run)
+    Run(run, 0, 1).status.enter("tokenise")
     assert go_on(overwriting) == overwriting
     delete(run / "checkpoint-5")  # as a run does that overwrites
     Run(run, 0, 1).begin("", None)
@@ -163,11 +164,10 @@ def test_a_restart_goes_on_with_its_own_checkpoints_alone(monkeypatch: pytest.Mo
     make_checkpoint(run / "checkpoint-5")
     assert go_on(begun).resume_from_checkpoint == "auto"
 
-    monkeypatch.setenv("LORASHARD_RESTARTS", "1")
-    Run(run, 0, 1).set_status("tokenise")  # the restart dies before it has begun
+    Run(run, 0, 1).status.enter("tokenise")  # the restart dies before it has begun
     assert go_on(begun).resume_from_checkpoint == "auto"
-    monkeypatch.delenv("LORASHARD_RESTARTS")
-    Run(run, 0, 1).set_status("tokenise")  # another run, in the same folder
+    Status.begin(run)
+    Run(run, 0, 1).status.enter("tokenise")  # another run, in the same folder
     assert go_on(begun).resume_from_checkpoint == elsewhere
 
 

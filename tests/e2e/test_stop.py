@@ -215,11 +215,12 @@ def test_a_request_before_the_first_rank_ends_the_run(task: Path, tmp_path: Path
     code = f"""
 import lorashard.launch, os, signal, sys
 from lorashard.cli import main
-lorashard.launch._check_model = lambda config: os.kill(os.getpid(), signal.SIGUSR1)
+lorashard.launch._check_model = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
 sys.exit(main(["finetune", "--cpu", "2", "--model", "{task}/model", "--dataset", "{task}/rows.jsonl",
     "--output_dir", "{tmp_path}/run"]))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert result.returncode == 75, result.stderr
     assert result.stderr == "lorashard: stopped by SIGUSR1 before any rank was started: nothing is lost\n"
-    assert not (tmp_path / "run").exists()
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["phase"] == "stopped" and status["error"] in result.stderr

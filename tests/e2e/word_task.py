@@ -97,6 +97,7 @@ def build(folder: Path, told: list[str] | None = None, noted: list[dict] | None 
         rows_per_step=config.global_batch_size,
         saved_world_size=None,
         tell=tell,
+        enter=lambda phase, step: None,
     )
     set_seed(arguments.seed)
     model = api.load(

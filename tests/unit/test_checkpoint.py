@@ -339,7 +339,7 @@ def test_hub_models_are_downloaded_by_the_names_in_their_index(tmp_path, monkeyp
         (folder / name).write_bytes(b"")
     calls = []
 
-    def record(repo_id, *, revision, allow_patterns, ignore_patterns, local_files_only):
+    def record(repo_id, *, revision, allow_patterns, ignore_patterns, local_files_only, tqdm_class):
         calls.append((repo_id, revision, allow_patterns, local_files_only))
         return str(folder)
 

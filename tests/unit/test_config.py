@@ -11,6 +11,7 @@ from lorashard.config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, Ru
 from lorashard.data.options import DataOptions
 from lorashard.errors import ConfigError
 from lorashard.options import Option, read_command_line, read_trainer_options, read_yaml_options
+from lorashard.quantization.options import Quantization
 
 REQUIRED = ["--model_name_or_path", "org/model", "--dataset", "rows.jsonl", "--output_dir", "out"]
 
@@ -173,6 +174,26 @@ def test_resolved_yaml_reads_back_to_the_same_run(tmp_path: Path) -> None:
     assert again.to_yaml() == config.to_yaml()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--quantization", "nf4", "--bnb_4bit_use_double_quant"],
+        ["--load_in_4bit", "--use_bnb_nested_quant", "true"],
+        ["--quantization", "nf4", "--load-in-4bit", "--double_quantization"],
+    ],
+)
+def test_a_quantised_base_by_any_name_is_resolved_to_one(tmp_path: Path, words: list[str]) -> None:
+    """Catches an alias that leads nowhere, and a resolved configuration that says none where it was 4 bits."""
+    config = resolve(*words)
+    assert config.resolve_quantization() == Quantization("nf4", double_quant=True)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(config.to_yaml())
+    again = RunConfig.resolve(path, [])
+    assert (again.quantization, again.load_in_4bit) == ("nf4", False)
+    assert again.resolve_quantization() == config.resolve_quantization()
+    assert resolve().resolve_quantization() is None
+
+
 def test_an_empty_yaml_file_is_fine(tmp_path: Path) -> None:
     """Catches a crash on a file with nothing but comments."""
     path = tmp_path / "run.yaml"
@@ -242,6 +263,19 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["--eval_strategy", "steps"], "no eval_dataset"),
         (["-gpus", "4"], "found '-gpus'"),
         (["--trainer", "x"], "unknown option 'trainer'"),
+        (["--quantization", "fp4"], "quantization: expected one of 'none', 'nf4', 'int8', 'fp8', .*did you mean 'nf4'"),
+        (["--quantisation", "nf4"], "did you mean 'quantization'"),
+        (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .* ask for int8 and nf4"),
+        (["--quantization", "none", "--load_in_4bit"], "load_in_4bit is given together with quantization: none"),
+        (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant is for .*nf4, found int8"),
+        (["--include_input_output_embeddings"], "expected quantization with it, found quantization: none"),
+        (
+            ["--load_in_8bit", "--include_input_output_embeddings", "--use_liger_kernel"],
+            "not tried with a quantised one",
+        ),
+        (["--bnb_4bit_quant_type", "nf4"], "nf4 is the only 4-bit format here"),
+        (["--llm_int8_threshold", "6"], "int8 keeps a scale for each row"),
+        (["--quantization_bit", "4"], "give quantization: nf4 for 4 bits"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: str) -> None:
@@ -377,3 +411,13 @@ def test_liger_needs_a_gpu():
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", use_liger_kernel=True)
     with pytest.raises(ConfigError, match="run on GPUs"):
         build_arguments(config, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"format": "nf5"}, "expected nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
+)
+def test_a_quantization_of_a_script_is_checked_as_an_option_is(options, message):
+    """A misspelt format would quietly be another one, and a second quantisation of no scales is none."""
+    with pytest.raises(ConfigError, match=message):
+        Quantization(**options)

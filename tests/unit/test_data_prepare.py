@@ -4,14 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from data_support import CHATML, make_tokenizer, write_jsonl
+from filelock import FileLock
 from pydantic import ValidationError
 
 from lorashard.data import prepare as prepare_module
+from lorashard.data import sources
 from lorashard.data.options import DataOptions
 from lorashard.data.prepare import prepare
 from lorashard.errors import ConfigError, DataError
@@ -275,3 +278,58 @@ def test_options_need_no_heavy_library() -> None:
     """Catches an import that makes `--help` wait for transformers."""
     code = "import sys, lorashard.data.options; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_rows_are_counted_for_whoever_waits(tmp_path, monkeypatch):
+    """A phase without progress because another rank, or another run, had taken the lock first."""
+    monkeypatch.setattr(prepare_module, "_INTERVAL_S", 0.02)
+    told: list[tuple[int, int | None, str]] = []
+    file = tmp_path / "data.progress"
+    first = FileLock(tmp_path / "data.lock")
+    first.acquire()
+    file.write_text("[5, 9]")
+
+    def wait() -> None:
+        counter = prepare_module._Counter(file, lambda *progress: told.append(progress))
+        with counter.wait_for(FileLock(tmp_path / "data.lock")):
+            counter.expect(1)
+            time.sleep(0.03)
+            counter.add()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while not told:
+        time.sleep(0.01)
+    first.release()
+    waiter.join(30)
+    assert told[0] == (5, 9, "rows") and told[-1] == (1, 1, "rows") and not file.exists()
+
+
+def test_how_many_rows_there_are_is_told_before_they_are_read(tmp_path):
+    """A progress without an end for the commonest files, or one that ends at another number."""
+    told: list[tuple[int, int | None, str]] = []
+    rows = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    for options, expected in (({}, 2 * len(ROWS)), ({"max_train_samples": 10}, 10 + len(ROWS))):
+        monkeypatch = pytest.MonkeyPatch()
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_module, "_INTERVAL_S", 0.0)
+            wanted = DataOptions(dataset=str(rows), eval_dataset=str(rows), eval_dataset_split="train", **options)
+            prepare(wanted, make_tokenizer(), tmp_path / "cache", progress=lambda *progress: told.append(progress))
+        assert told[-1] == (expected, expected, "rows")
+
+
+def test_no_more_rows_are_counted_than_are_wanted(tmp_path, monkeypatch):
+    """A hundred rows of a file of 100 GB, all of which is read first to count them."""
+    monkeypatch.setattr(sources, "_COUNT_CHUNK_BYTES", 64)
+    read = []
+    count_lines = sources._count_lines
+    monkeypatch.setattr(sources, "_count_lines", lambda path: (read.append(n) or n for n in count_lines(path)))
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n" * 10_000)
+    for most, expected, num_reads in ((None, 10_000, 469), (100, 100, 5), (20_000, 10_000, 469)):
+        read.clear()
+        assert sources.open_source(str(file), "train", None, None).count_rows(most) == expected
+        assert len(read) == num_reads
+    csv = tmp_path / "rows.csv"
+    csv.write_text("text\na\n")
+    assert sources.open_source(str(csv), "train", None, None).count_rows() is None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from lorashard.disk import PatientFiles, find_fault
 from lorashard.output import _Log
-from lorashard.runs import Run, record_end
+from lorashard.runs import Run
 
 
 @contextmanager
@@ -94,9 +94,10 @@ def test_half_a_line_that_a_kill_left_is_mended(tmp_path):
 
 def test_an_end_that_cannot_be_written_is_said(tmp_path, capsys):
     """A launcher that crashes in place of saying why the run failed."""
-    Run(tmp_path, 0, 1).set_status("train", step=7)
+    status = Run(tmp_path, 0, 1).status
+    status.enter("train", step=7)
     with limited_files(10):
-        record_end(tmp_path, "failed", "boom", begin_s=0)
+        status.end("failed", "boom")
     assert "status.json does not say that the run has ended: File too large" in capsys.readouterr().err
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "train"
 

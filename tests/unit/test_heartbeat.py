@@ -122,14 +122,23 @@ def test_one_rank_alone_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     num_threads = threading.active_count()
-    with Heartbeat(read_launcher_env(), TIMEOUT_S, print) as heartbeat, Heartbeat(None, TIMEOUT_S, print):
+    with (
+        Heartbeat(read_launcher_env(), TIMEOUT_S, print, read_place) as heartbeat,
+        Heartbeat(None, TIMEOUT_S, print, read_place),
+    ):
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with Heartbeat(read_launcher_env(), 0, print):
+        with Heartbeat(read_launcher_env(), 0, print, read_place):
             assert threading.active_count() == num_threads
         assert heartbeat.describe_ranks() == ""
 
 
 # With processes: a store, and ranks around it.
+
+PLACE: list[tuple[str, int | None]] = [("start", None)]  # of the rank that is this process
+
+
+def read_place() -> tuple[str, int | None]:
+    return PLACE[-1]
 
 
 def keep_store(port: Any) -> None:
@@ -150,7 +159,8 @@ def be_rank(rank: int, num_ranks: int, port: int, folder: Path, body: Callable[[
     }
     log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stderr = os.fdopen(log, "w")
-    with Heartbeat(read_launcher_env(), TIMEOUT_S, (folder / f"told_{rank}").write_text) as heartbeat:
+    tell = (folder / f"told_{rank}").write_text
+    with Heartbeat(read_launcher_env(), TIMEOUT_S, tell, read_place) as heartbeat:
         wait_until(lambda: len(heartbeat.describe_ranks().splitlines()) == num_ranks)
         wait_until(lambda: "not there yet" not in heartbeat.describe_ranks())
         (folder / f"began_{rank}").touch()
@@ -213,7 +223,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 
 def sleep_at_step_7(rank: int, heartbeat: Heartbeat) -> None:
-    heartbeat.note("train", 7)
+    PLACE.append(("train", 7))
     num_ranks = int(os.environ["WORLD_SIZE"])
     wait_until(lambda: heartbeat.describe_ranks().count("'train' of step 7") == num_ranks)
     (find_folder() / f"knows_{rank}").touch()
@@ -309,7 +319,7 @@ def test_without_a_store_nobody_is_blamed(group: Group) -> None:
 
 def describe_the_other(rank: int, heartbeat: Heartbeat) -> None:
     """Rank 1 ends once it has seen where both stand, and rank 0 once it has seen that end."""
-    heartbeat.note("save", 3)
+    PLACE.append(("save", 3))
     num_lines, words = (2, "'save' of step 3") if rank else (1, "at its end")
     wait_until(lambda: heartbeat.describe_ranks().count(words) == num_lines)
     (find_folder() / f"ranks_{rank}").write_text(heartbeat.describe_ranks())

@@ -9,6 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import filelock
 import pytest
 
 from lorashard.errors import ConfigError
-from lorashard.lock import lock_run
+from lorashard.lock import find_owner, find_process, lock_run
 
 # Takes the lock, says so, and holds it until its stdin ends.
 OWNER = """
@@ -187,3 +188,100 @@ def test_a_stopped_owner_lives(start, tmp_path):
     owner.process.send_signal(signal.SIGSTOP)
     with pytest.raises(ConfigError, match="is owned by another run"), lock_run(tmp_path):
         pass
+    owner = find_owner(tmp_path)
+    assert owner is not None and owner.is_here
+
+
+@pytest.mark.parametrize("kind", ["flock", "no-flock"])
+def test_the_owner_is_found_while_it_lives_and_not_when_it_is_dead(start, tmp_path, kind, monkeypatch):
+    """A signal that goes to the number of a dead process; a dead run that is shown as alive for ever."""
+    if kind == "no-flock":
+
+        def refuse(descriptor, operation):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("fcntl.flock", refuse)
+    assert find_owner(tmp_path) is None
+    run = start(tmp_path, kind)
+    assert run.take() == "mine"
+    owner = find_owner(tmp_path)
+    assert owner is not None and owner.is_here and owner.begin_s is not None
+    assert (owner.pid, owner.host) == (run.process.pid, platform.node()) and abs(owner.begin_s - time.time()) < 60
+    run.kill()
+    assert (tmp_path / ".owner.json").exists() and find_owner(tmp_path) is None
+    ended = start(tmp_path, kind)
+    assert ended.take() == "mine"
+    ended.end()
+    assert find_owner(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["flock", "no-flock"])
+def test_an_owner_that_nobody_has_waited_for_is_dead(start, tmp_path, kind, monkeypatch):
+    """A run that is shown as alive for ever in a container, whose first process does not wait for what it inherits."""
+    if kind == "no-flock":
+
+        def refuse(descriptor, operation):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("fcntl.flock", refuse)
+    run = start(tmp_path, kind)
+    assert run.take() == "mine"
+    assert find_process(run.process.pid, time.time()) is not None
+    run.process.kill()
+    os.waitid(os.P_PID, run.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+    os.kill(run.process.pid, 0)
+    assert find_process(run.process.pid, time.time()) is None and find_owner(tmp_path) is None
+
+
+@pytest.mark.parametrize("namespace", ["", f"?pidns-{os.stat('/proc/self/ns/pid').st_ino:x}", "?pidns-1"])
+def test_without_flock_an_owner_in_another_container_is_not_judged(tmp_path, namespace):
+    """In a container, a dead run that is shown as alive for ever; a run beside it that is judged by a number which is
+    another process there."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / ".lock.soft").write_text(f"{dead.pid}\n{platform.node()}{namespace}\n")
+    (tmp_path / ".owner.json").write_text(json.dumps({"pid": dead.pid, "host": platform.node(), "begin_s": 0}))
+    assert (find_owner(tmp_path) is not None) == (namespace == "?pidns-1")
+
+
+def test_an_owner_that_has_not_said_who_it_is_is_not_taken_for_the_one_before(start, tmp_path):
+    """A signal to a process that has been given the number of a dead run, while the next run starts."""
+    run = start(tmp_path)
+    assert run.take() == "mine"
+    left = {"pid": os.getpid(), "host": platform.node(), "begin_s": 1.0}  # this process has begun later
+    (tmp_path / ".owner.json").write_text(json.dumps(left))
+    owner = find_owner(tmp_path)
+    assert owner is not None and not owner.is_here
+    (tmp_path / ".owner.json").unlink()
+    owner = find_owner(tmp_path)
+    assert owner is not None and owner.pid is None and not owner.is_here and "not said who it is" in str(owner)
+
+
+def test_an_owner_on_another_machine_is_said_to_be_there(start, tmp_path):
+    """A signal to a process of this machine that has the number of another's."""
+    run = start(tmp_path)
+    assert run.take() == "mine"
+    said = {"pid": run.process.pid, "host": "node-7", "begin_s": time.time()}
+    (tmp_path / ".owner.json").write_text(json.dumps(said))
+    owner = find_owner(tmp_path)
+    assert owner is not None and owner.host == "node-7" and not owner.is_here
+
+
+def test_looking_for_the_owner_stops_no_run_from_starting(start, tmp_path):
+    """A page that looks each second, and a run that is refused because it looked at the wrong moment."""
+    run = start(tmp_path)
+    (tmp_path / ".lock").touch()
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            find_owner(tmp_path)
+
+    lookers = [threading.Thread(target=look) for _ in range(4)]
+    for looker in lookers:
+        looker.start()
+    said = run.take()
+    is_over.set()
+    for looker in lookers:
+        looker.join()
+    assert said == "mine"

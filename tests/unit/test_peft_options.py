@@ -12,6 +12,7 @@ from tiny import build_base
 import lorashard
 from lorashard.config import RunConfig
 from lorashard.errors import ConfigError
+from lorashard.model.loftq import make_lora
 
 REQUIRED = ["--model", "m", "--dataset", "d", "--output_dir", "o"]
 
@@ -34,14 +35,21 @@ def test_the_options_reach_peft(tmp_path):
         assert (lora.target_modules, lora.layers_to_transform, lora.use_rslora) == ({"q_proj"}, [2, 5], True)
         assert (lora.target_parameters, lora.init_lora_weights) == (["mlp.experts.down_proj"], "orthogonal")
         assert config.loraplus_lr_ratio == 16.0
+    loftq = read("--init_lora_weights", "loftq", "--load_in_4bit", "--lora_r", "8", "--lora_alpha", "8")
+    assert make_lora(loftq.lora_options()).init_lora_weights == "loftq"
 
 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--init_lora_weights", "pissa"], "rewrites the base"),
-        (["--init_lora_weights", "olora"], "rewrites the base"),
-        (["--init_lora_weights", "gausian"], "expected true, false, gaussian or orthogonal, found 'gausian'"),
+        (["--init_lora_weights", "corda"], "rewrites the base"),
+        (["--init_lora_weights", "pissa_niter_x"], "rewrites the base"),
+        (["--init_lora_weights", "gausian"], "loftq, pissa, pissa_niter_N or olora, found 'gausian'"),
+        (["--init_lora_weights", "loftq"], "quantization: nf4 with it, found quantization: none"),
+        (["--init_lora_weights", "loftq", "--load_in_8bit"], "found quantization: int8"),
+        (["--init_lora_weights", "loftq", "--load_in_4bit"], "expected 16 with lora_r 16, found 32"),
+        (["--init_lora_weights", "loftq", "--load_in_4bit", "--use_dora"], "use_dora: LoftQ"),
+        (["--quantization", "nf4", "--torch_compile"], "torch_compile: the weights of a base in nf4"),
         (["--layers_to_transform", "3"], "lora_target_modules as a list of names"),
         (["--loraplus_lr_ratio", "0.5"], "loraplus_lr_ratio"),
     ],

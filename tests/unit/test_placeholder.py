@@ -172,8 +172,9 @@ def test_a_state_dict_cannot_be_loaded_into_it():
 def test_assigning_data_is_refused():
     """Merging in place writes `weight.data = merged`: the numbers go nowhere, the next forward uses the old ones."""
     placeholder = make_placeholder()
-    with pytest.raises(ShardError, match=re.escape(NAME)):
-        placeholder.data = torch.ones(SHAPE)
+    for other in (torch.ones(SHAPE), Placeholder("model.embed_tokens.weight", SHAPE, torch.float32, CPU)):
+        with pytest.raises(ShardError, match=re.escape(NAME)):
+            placeholder.data = other
 
 
 def test_dlpack_of_another_library_is_refused():

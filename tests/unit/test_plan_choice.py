@@ -277,3 +277,17 @@ def test_the_table_shows_every_row_and_marks_the_choice():
     assert made.reason in text
     with_time = make_plan(make_size(), Workload(make_activations(), 4096, dataset_tokens=10**7), make_cluster())
     assert "dataset" in render_plan(with_time, 4)
+
+
+def test_a_given_placement_is_taken_whatever_it_costs():
+    """A run whose placement was chosen by a person, shown with the needs of the one that would have been planned."""
+    workload = Workload(make_activations(), 4096)
+    given = ResolvedPlacement("shard", 4, 2, 1, None)
+    for free_bytes, words in (
+        (24 * GIB, "resident_layers 2, as asked: "),
+        (GIB, "as asked, which is predicted to need"),
+    ):
+        plan = make_plan(make_size(), workload, make_cluster(free_bytes=free_bytes), given=given)
+        assert plan.choice.placement == given and words in plan.reason
+        assert len({row.placement.placement for row in plan.rows}) > 1
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -35,10 +35,10 @@ def traced() -> dict:
 def trace_once(traced, monkeypatch):
     """Let plans of the same model and microbatch share what is traced."""
 
-    def remember(model, microbatch):
-        key = (str(model), model.dtype, repr(microbatch))
+    def remember(model, microbatch, quantization=None):
+        key = (str(model), model.dtype, repr(microbatch), quantization)
         if key not in traced:
-            traced[key] = trace(model, microbatch)
+            traced[key] = trace(model, microbatch, quantization)
         return traced[key]
 
     monkeypatch.setattr("lorashard.plan.auto.trace", remember)

@@ -30,9 +30,10 @@ def read_pins() -> dict[str, str]:
 
 
 def find_required() -> dict[str, list[Requirement]]:
-    """Return what the project and its dev extra need, directly or not, as the installed packages state it."""
+    """Return what the project and its extras dev and ui need, directly or not, as the installed packages state it."""
     required: dict[str, list[Requirement]] = {}
-    waiting = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]]
+    optional = PROJECT["optional-dependencies"]
+    waiting = [Requirement(line) for line in PROJECT["dependencies"] + optional["dev"] + optional["ui"]]
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
@@ -154,6 +155,19 @@ def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
 
 def test_each_promise_names_a_test_that_exists() -> None:
     """A promise whose test was renamed or deleted is kept by nobody."""
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs/reliability.md").read_text())
+    documents = [(ROOT / "docs" / name).read_text() for name in ("reliability.md", "ui.md")]
+    named = [pair for document in documents for pair in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document)]
     assert len(named) > 40
     assert [f"{path}::{test}" for path, test in named if f"\ndef {test}(" not in (ROOT / path).read_text()] == []
+
+
+def test_each_picture_that_is_shown_is_there() -> None:
+    """Catches a picture that was never made, and a page of the web UI of which one width is missing."""
+    shown = [
+        (document, document.parent / picture)
+        for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
+        for picture in re.findall(r"\]\((?!https?:)([^)\s]+\.(?:png|svg))\)", document.read_text(encoding="utf-8"))
+    ]
+    assert [f"{document.name}: {path.name}" for document, path in shown if not path.is_file()] == []
+    pages = {path.stem.rpartition("-")[0] for path in ROOT.glob("docs/img/*.png")}
+    assert {path.name for _, path in shown} >= {f"{page}-{width}.png" for page in pages for width in ("wide", "phone")}

@@ -16,9 +16,16 @@ from tiny import build_base
 import lorashard
 from lorashard import api, manifest
 from lorashard.callbacks import RunCallback
+from lorashard.config import RunConfig
 from lorashard.errors import ConfigError
+from lorashard.forecast import describe_training
+from lorashard.measuring import RankMeter
 from lorashard.model.saved import find_adapter
-from lorashard.runs import Run, record_end
+from lorashard.plan import auto
+from lorashard.plan.choose import Plan
+from lorashard.runs import Run
+from lorashard.status import Status, told_status
+from lorashard.train import _foresee
 
 
 def read_last(path: Path) -> dict:
@@ -35,17 +42,21 @@ def test_a_number_that_is_none_leaves_valid_json(tmp_path):
 
 def test_an_end_keeps_what_the_run_said_before(tmp_path):
     """Who looks at a dead run wants to know at which step it died."""
-    Run(tmp_path, 0, 2).set_status("train", step=7)
-    record_end(tmp_path, "failed", "boom", begin_s=time.time() - 100)
+    launcher = Status.begin(tmp_path)
+    Run(tmp_path, 0, 2).status.enter("train", step=7, world_size=2)
+    launcher.hear_ranks()
+    launcher.end("failed", "boom")
     status = read_last(tmp_path / "status.json")
     assert (status["phase"], status["error"], status["step"], status["world_size"]) == ("failed", "boom", 7, 2)
 
 
 def test_an_end_does_not_touch_what_another_run_said(tmp_path):
     """A run that dies before its first word would else be shown at the step of the one before."""
-    Run(tmp_path, 0, 2).set_status("done", step=30)
-    record_end(tmp_path, "stopped", "SIGINT", begin_s=time.time() + 100)
-    assert read_last(tmp_path / "status.json").keys() == {"phase", "error", "time"}
+    Run(tmp_path, 0, 2).status.enter("train", step=30)
+    with pytest.raises(KeyboardInterrupt), told_status(tmp_path):
+        raise KeyboardInterrupt
+    status = read_last(tmp_path / "status.json")
+    assert (status["phase"], status["error"], "step" in status) == ("stopped", "stopped by SIGINT", False)
 
 
 def leave_a_killed_run(folder: Path, num_ranks: int) -> None:
@@ -108,7 +119,7 @@ def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     model = lorashard.shard(get_peft_model(build_base(), LoraConfig(target_modules=["q_proj"])))
-    callback = RunCallback(Run(tmp_path, 0, 1), model, 1)
+    callback = RunCallback(Run(tmp_path, 0, 1), RankMeter(api.engine_of(model), 1))
     state = SimpleNamespace(global_step=0, max_steps=2)
 
     def advance(seconds, event, **kwargs):
@@ -132,3 +143,38 @@ def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
     monkeypatch.setattr(api, "PartialState", lambda cpu: mps)
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU"):
         api.join_launch()
+
+
+def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
+    """A run with a placement of its own that ends for the sake of a record, or is shown with another run's plan."""
+
+    def has_no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def refuse() -> None:
+        raise KeyError("max_completion_length")
+
+    config = RunConfig(model_name_or_path=str(tmp_path), dataset="d.jsonl", output_dir=str(tmp_path), placement="shard")
+    run, told = Run(tmp_path, 0, 1), []
+    for describe, find_home in ((refuse, Path.home), (lambda: None, has_no_home)):
+        monkeypatch.setattr(Path, "home", find_home)
+        (tmp_path / "plan.json").write_text("{}")
+        assert _foresee(config, describe, torch.device("cpu"), run, told.append) is None
+        assert not (tmp_path / "plan.json").exists()
+    assert "KeyError: 'max_completion_length'" in told[0] and "Could not determine home" in told[1]
+
+
+def test_a_plan_that_takes_too_long_keeps_no_rank_waiting(tmp_path, monkeypatch):
+    """A model that is planned token by token for minutes, while the other ranks wait for the first."""
+    model = build_base("llama-tied")
+    model.config.save_pretrained(tmp_path)
+    options = {"model_name_or_path": str(tmp_path), "dataset": "d.jsonl", "output_dir": str(tmp_path), "max_length": 8}
+    config = RunConfig(**options, placement="file", dtype="float32")
+    run, told = Run(tmp_path, 0, 1), []
+
+    def foresee() -> Plan | None:
+        return _foresee(config, lambda: describe_training(config, "cpu", 1), torch.device("cpu"), run, told.append)
+
+    assert foresee() is not None and json.loads((tmp_path / "plan.json").read_text())["rows"] and not told
+    monkeypatch.setattr(auto, "_LONGEST_S", 0.0)
+    assert foresee() is None and "TimeoutError: it takes longer" in told[0]

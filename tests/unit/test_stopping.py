@@ -33,6 +33,21 @@ print(stop.signal_name)
     assert run(code) == (0, "SIGUSR1")
 
 
+def test_a_checkpoint_that_was_asked_for_is_taken_once_and_stops_nothing():
+    """A rank killed by SIGUSR2 while it imports torch or as it ends; one that stops, or saves in each step."""
+    code = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+os.kill(os.getpid(), signal.SIGUSR2)
+stop.install(is_lorashard=True)
+os.kill(os.getpid(), signal.SIGUSR2)
+print(stop.take_save(), stop.take_save(), stop.signal_name)
+stop.check()
+stop.close()
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+    assert run(code) == (0, "True False None")
+
+
 def test_under_lorashards_launcher_sigterm_ends_a_rank():
     """A rank that takes the launcher's end of a group for a request, and waits for peers that are dead."""
     assert run("stop.install(is_lorashard=True)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)") == (143, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,15 +27,20 @@ class Line(torch.nn.Module):
         return {"loss": ((self.weight * x - labels) ** 2).mean()}
 
 
-def make_trainer(out: Path, told: list[str], asked: str | None = None, **options) -> SurvivingTrainer:
+def make_trainer(
+    out: Path, told: list[str], asked: str | None = None, saves: Sequence[bool] = (), **options
+) -> SurvivingTrainer:
+    """Return a trainer of four rows, which is asked for a checkpoint in the steps of which `saves` says so."""
+    saves = list(saves)
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)} for _ in range(4)]
     rule = NonfiniteRule(False, lambda rows, num_rows: list(map(str, rows)), told.append, lambda line: None)
     arguments = TrainingArguments(
-        str(out), use_cpu=True, per_device_train_batch_size=1, save_strategy="steps", save_steps=1, report_to=[],
-        disable_tqdm=True, logging_strategy="no", **options,
+        str(out), use_cpu=True, per_device_train_batch_size=1, report_to=[], disable_tqdm=True,
+        logging_strategy="no", **{"save_strategy": "steps", "save_steps": 1} | options,
     )  # fmt: skip
+    stop = SimpleNamespace(signal_name=asked, take_save=lambda: saves.pop(0) if saves else False)
     return make_surviving(Trainer)(
-        survival=Survival(SimpleNamespace(signal_name=asked), {}, rule, None, None, told.append),
+        survival=Survival(stop, {}, rule, None, None, told.append, lambda phase, step: None),
         model=Line(),
         args=arguments,
         train_dataset=rows,
@@ -86,3 +92,36 @@ def test_a_checkpoint_that_a_stop_asks_for_can_be_gone_on_from(tmp_path, asked):
         trainer.train()
     (newest, *_) = list_checkpoints(tmp_path)
     assert (newest / "optimizer.pt").exists() == read_manifest(newest).facts["is_resumable"] == bool(asked)
+
+
+def list_steps(out: Path) -> list[int]:
+    return sorted(read_manifest(checkpoint).step for checkpoint in list_checkpoints(out))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"save_strategy": "no"}, [2, 4]),  # 4 is an epoch's end
+        ({"save_strategy": "no", "save_total_limit": 1}, [4]),
+        ({"save_steps": 2}, [2, 4, 6]),
+        ({"save_strategy": "epoch"}, [2, 4, 6]),
+    ],
+)
+def test_a_checkpoint_is_saved_when_asked_for_and_once(tmp_path, monkeypatch, options, steps):
+    """A request that `save_strategy: no` forgets, that rotation does not know, or that writes a checkpoint twice."""
+    written: list[str] = []
+    monkeypatch.setattr(
+        lorashard.trainer, "publish", lambda path, facts: (written.append(path.name), publish(path, facts))
+    )
+    told: list[str] = []
+    make_trainer(tmp_path, told, saves=[False, True, False, True], max_steps=6, **options).train()
+    assert list_steps(tmp_path) == steps
+    assert len(set(written)) == len(written) == len(set(steps) | {2, 4})
+    assert [line for line in told if "checkpoint-2 was asked for (SIGUSR2)" in line] and len(told) == 2
+
+
+def test_a_checkpoint_that_a_person_asks_for_can_be_gone_on_from(tmp_path):
+    """`save_only_model` leaves the optimizer out of what the run saves by itself, and of no more."""
+    make_trainer(tmp_path, [], saves=[False, True], max_steps=3, save_only_model=True).train()
+    facts = {read_manifest(path).step: read_manifest(path).facts["is_resumable"] for path in list_checkpoints(tmp_path)}
+    assert facts == {1: False, 2: True, 3: False}

@@ -1,0 +1,179 @@
+"""Which weights of a base are quantised, and how a rank's part of one is quantised while it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..quantization.format import Quantizer, make_quantizer
+from ..quantization.options import Quantization
+from .units import LAYER, FoundWeight, Structure, find_structure
+
+# Numbers that are quantised at a time.
+_PIECE_NUMEL = 4 * 2**20
+_SCALE_BYTES = 4  # float32
+# Where rows are shorter, their scales take what their numbers save; models clamp some such weights in place.
+_LEAST_ROW_NUMEL = 16
+
+# For the number of a part: bytes [begin, end) of it, and where they go.
+Wanted = Mapping[int, tuple[int, int, torch.Tensor]]
+
+
+def quantize_structure(structure: Structure, quantization: Quantization | None) -> None:
+    """Say of each weight in which format it is to be kept: linear weights of decoder layers, and experts.
+
+    A weight is a linear one if an `nn.Linear` (or GPT-2's `Conv1D`) owns it that routes to no experts. It is experts'
+    if it has three dimensions and its owner says that it holds experts. Convolutions, norms, biases, routers, other
+    towers and weights with rows of fewer than 16 numbers stay as they are.
+    """
+    if quantization is None:
+        return
+    quantizer = make_quantizer(quantization)
+    layers = [visit for visit in structure.visits if visit.unit.kind == LAYER]
+    routers = {router for visit in layers for layer in visit.modules for router in _find_routers(layer)}
+    vocabulary = _find_vocabulary(structure.roots) if quantization.has_vocabulary else set()
+    for unit in structure.units:
+        for weight in unit.weights:
+            owners = {owner.module for owner in weight.owners}
+            is_chosen = unit.kind == LAYER and (_is_linear(weight) or _is_experts(weight)) and not owners & routers
+            is_chosen = is_chosen and weight.parameter.shape[-1] >= _LEAST_ROW_NUMEL
+            if is_chosen or (weight.parameter.dim() == 2 and owners & vocabulary):
+                weight.quantizer = quantizer
+
+
+def find_quantizers(
+    model: nn.Module, quantization: Quantization | None, is_base: Callable[[nn.Parameter], bool] = lambda _: True
+) -> dict[str, Quantizer]:
+    """Return the formats of the weights of a model that are to be kept in one, by name.
+
+    Args:
+        model: without adapters: these may share or wrap modules, which says nothing of how weights are kept.
+        is_base: tells the weights that it may be.
+    """
+    if quantization is None:
+        return {}
+    structure = find_structure(model, is_base)
+    quantize_structure(structure, quantization)
+    weights = [weight for unit in structure.units for weight in unit.weights]
+    return {weight.name: weight.quantizer for weight in weights if weight.quantizer is not None}
+
+
+def _is_linear(weight: FoundWeight) -> bool:
+    return weight.parameter.dim() == 2 and all(isinstance(o.module, (nn.Linear, Conv1D)) for o in weight.owners)
+
+
+def _is_experts(weight: FoundWeight) -> bool:
+    return weight.parameter.dim() == 3 and all(_holds_experts(owner.module) for owner in weight.owners)
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return hasattr(module, "num_experts") or "expert" in type(module).__name__.lower()
+
+
+def _find_routers(layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield the linears beside experts that have an output for each of them, or one for those that always run."""
+    for parent in layer.modules():
+        counts = {child: _count_experts(child) for child in parent.children()}
+        if any(counts.values()):
+            for child in (child for child, count in counts.items() if not count):
+                for module in child.modules():
+                    if isinstance(module, nn.Linear) and module.out_features in {1, *counts.values()}:
+                        yield module
+
+
+def _count_experts(module: nn.Module) -> int:
+    """Return how many experts a module holds, as a list of modules or in weights of three dimensions."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) if all(any(True for _ in expert.children()) for expert in module) else 0
+    module = _strip(module)
+    sizes = [weight.shape[0] for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    return sizes[0] if sizes and _holds_experts(module) else 0
+
+
+def _find_vocabulary(roots: Sequence[nn.Module]) -> set[nn.Module]:
+    """Return the embedding and the LM head."""
+    found: set[nn.Module] = set()
+    for root in roots:
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            get = getattr(root, name, None)
+            module = get() if get is not None else None
+            found |= {_strip(module)} if module is not None else set()
+    return found
+
+
+def _strip(module: nn.Module) -> nn.Module:
+    """Return a module without the adapters around it."""
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return module
+
+
+def quantize_parts(
+    quantizer: Quantizer,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    wanted: Wanted,
+    read: Callable[[int, int, torch.Tensor], None],
+    device: torch.device,
+) -> None:
+    """Quantise what a rank keeps of a weight, reading no more than the blocks that it needs for that.
+
+    A rank needs the blocks of the numbers that it keeps, and those whose scales it keeps; if the scales are quantised
+    too, which takes their mean, and it keeps any of that, all blocks. Where a rank's bytes end inside of a block, as
+    they may where a block is a row, both ranks read that block.
+
+    Args:
+        wanted: what is kept of which part.
+        read: reads bytes [begin, end) of the weight as it is before into a uint8 tensor on the host.
+        device: where to compute.
+
+    Memory: 4 Mi numbers at a time or one block if that is larger, and the scales of the weight.
+    """
+    block = quantizer.block_numel(shape)
+    numel = math.prod(shape)
+    numbers, *_ = quantizer.parts(shape)
+    numbers_bytes = math.prod(numbers.shape) * numbers.dtype.itemsize
+    per_byte = math.ceil(numel / numbers_bytes)  # 2 or 1, of the last byte perhaps fewer
+    kept_begin, kept_end, kept = wanted.get(0, (0, 0, torch.empty(0, dtype=torch.uint8)))
+    own = range(kept_begin * per_byte // block, math.ceil(min(numel, kept_end * per_byte) / block))
+    scaled = _find_scaled(quantizer, wanted, math.ceil(numel / block))
+    scales = torch.zeros(math.ceil(numel / block), dtype=torch.float32, device=device) if scaled else None
+    for first, last in _cut([span for span in (own, scaled) if span], max(1, _PIECE_NUMEL // block)):
+        begin, end = first * block, min(last * block, numel)
+        raw = torch.empty((end - begin) * dtype.itemsize, dtype=torch.uint8)
+        read(begin * dtype.itemsize, end * dtype.itemsize, raw)
+        packed, of_blocks = quantizer.quantize(raw.view(dtype).to(device), shape)
+        if scales is not None:
+            scales[first:last] = of_blocks
+        begin_byte = begin // per_byte
+        low, high = max(kept_begin, begin_byte), min(kept_end, begin_byte + packed.numel())
+        if low < high:
+            kept[low - kept_begin : high - kept_begin].copy_(packed[low - begin_byte : high - begin_byte])
+    if scales is not None:
+        for number, part in enumerate(quantizer.keep_scales(scales), start=1):
+            if number in wanted:
+                begin, end, out = wanted[number]
+                out.copy_(part.contiguous().reshape(-1).view(torch.uint8)[begin:end])
+
+
+def _find_scaled(quantizer: Quantizer, wanted: Wanted, num_blocks: int) -> range:
+    """Return the blocks whose scales are needed."""
+    if not any(number > 0 for number in wanted):
+        return range(0)
+    if not quantizer.scales_are_separate:
+        return range(num_blocks)
+    begin, end, _ = wanted[1]
+    return range(begin // _SCALE_BYTES, math.ceil(end / _SCALE_BYTES))
+
+
+def _cut(spans: Sequence[range], step: int) -> Iterator[tuple[int, int]]:
+    """Yield the numbers in any of the spans as stretches of at most `step`, in order, none twice."""
+    done = 0
+    for span in sorted(spans, key=lambda span: span.start):
+        for first in range(max(done, span.start), span.stop, step):
+            yield first, min(first + step, span.stop)
+        done = max(done, span.stop)

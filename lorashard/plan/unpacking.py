@@ -1,0 +1,29 @@
+"""What it takes to make numbers of a quantised weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..quantization.format import Quantizer
+from .tracker import Tracker, Unpacking, Work
+
+
+def measure_unpacking(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Unpacking:
+    """Return what unpacking a weight takes, from doing it with tensors without numbers.
+
+    On a GPU nf4 is taken to have a kernel that reads the parts and writes the numbers, and no more than that.
+    """
+    parts = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in quantizer.parts(shape)]
+    out = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    item = None
+    if len(shape) > 2 and quantizer.select(parts, shape, 0) is not None:
+        item = measure_unpacking(quantizer, shape[1:], dtype, device_type)
+    with Tracker([*parts, out]) as tracker:
+        quantizer.unpack(parts, out)
+    moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parts, out))
+    has_kernel = quantizer.name == "nf4" and device_type == "cuda"
+    work = Work(0.0, moved_bytes, 1) if has_kernel else tracker.work
+    return Unpacking(math.prod(shape), out.numel() * out.element_size(), tracker.peak_bytes, work, item)

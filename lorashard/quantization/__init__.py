@@ -1,0 +1,1 @@
+"""Quantised formats of a frozen base: how numbers become bytes and back, on torch and the engine's `Packing`."""

@@ -1,0 +1,135 @@
+"""A real `lorashard ui` process, and what a test asks of a page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from playwright.sync_api import Page
+
+REPOSITORY = Path(__file__).parents[2]
+WIDTHS = {"wide": 1400, "phone": 390}
+_MARK = "LORASHARD_TEST_ROOT"  # in the environment of a server, and so of all that it starts
+
+
+@dataclass
+class UiServer:
+    """A server over a folder of runs."""
+
+    root: Path
+    url: str  # ends with a slash
+    process: subprocess.Popen[str]
+    log_path: Path
+
+    @classmethod
+    def start(cls, root: Path, *options: str, deadline_s: float = 90) -> UiServer:
+        """Start one on a free port, and return when it answers."""
+        log_path = root.parent / f"{root.name}-ui.log"
+        begin = log_path.stat().st_size if log_path.exists() else 0
+        with log_path.open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lorashard", "ui", "--root", str(root), "--port", "0", *options],
+                cwd=REPOSITORY,  # where the demo's paths count from
+                env=os.environ | {_MARK: str(root)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        server = cls(root, "", process, log_path)
+        wait_until(
+            lambda: process.poll() is not None or "http://" in log_path.read_text()[begin:],
+            lambda: f"the server did not start: {log_path.read_text()}",
+            deadline_s,
+        )
+        found = re.findall(r"http://\S+", log_path.read_text()[begin:])
+        assert process.poll() is None and found, log_path.read_text()
+        server.url = found[0]
+        return server
+
+    def stop(self, number: int = signal.SIGTERM, deadline_s: float = 20) -> int:
+        """End the server alone, as Ctrl-C does; return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(deadline_s)
+
+    def list_processes(self) -> list[psutil.Process]:
+        """Return the server and all that it has started, also what no longer is its child."""
+        found = []
+        for process in psutil.process_iter(["status"]):
+            try:
+                is_ours = process.environ().get(_MARK) == str(self.root)
+            except psutil.Error:  # it has ended, or is somebody else's
+                continue
+            if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def end_all(self) -> None:
+        """End the server, and all that it has started."""
+        try:
+            self.stop()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for process in self.list_processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+
+def wait_until(is_true: Callable[[], object], explain: Callable[[], str] | None = None, deadline_s: float = 90) -> None:
+    """Wait for what happens in another process."""
+    deadline = time.monotonic() + deadline_s
+    while not is_true():
+        assert time.monotonic() < deadline, explain() if explain else "it did not happen in time"
+        time.sleep(0.1)
+
+
+def find_chromium() -> str | None:
+    """Return the path of an installed Chromium or Chrome."""
+    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))
+    return next((path for path in found if path), None)
+
+
+def open_page(page: Page, path: str = "", width: int | None = None) -> None:
+    """Go to a page of the app, such as `run?name=first`, and wait until it is drawn.
+
+    Args:
+        width: of the window, in pixels; not given: as it is.
+    """
+    if width is not None:
+        page.set_viewport_size({"width": width, "height": 900})
+    page.goto(path)
+    page.wait_for_selector(".gradio-container main, .gradio-container .main, .gradio-container h1")
+    page.wait_for_function("!document.querySelector('.loading, .wrap.generating')")
+
+
+def check_no_overflow(page: Page) -> None:
+    """Fail where the page must be pushed sideways to be read."""
+    excess = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert excess <= 0, f"the page is {excess} pixels wider than its window of {page.viewport_size}"
+
+
+def shoot(page: Page, name: str, height: int = 900) -> None:
+    """Check a page at phone width and wide; where LORASHARD_SCREENSHOTS is set, keep docs/img/NAME-{wide,phone}.png."""
+    for width_name, width in WIDTHS.items():
+        page.set_viewport_size({"width": width, "height": height})
+        page.evaluate("window.scrollTo(0, 0)")
+        page.wait_for_timeout(600)  # charts follow the window
+        check_no_overflow(page)
+        if os.environ.get("LORASHARD_SCREENSHOTS"):
+            folder = REPOSITORY / "docs/img"
+            folder.mkdir(exist_ok=True)
+            page.screenshot(path=folder / f"{name}-{width_name}.png")
+    page.set_viewport_size({"width": WIDTHS["wide"], "height": height})

@@ -1,0 +1,333 @@
+"""What the web UI's server gives to whom, asked over real connections and in a real browser."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from browser_support import REPOSITORY, check_no_overflow, open_page, wait_until
+from gradio_client import Client
+from gradio_client.exceptions import AuthenticationError
+
+from lorashard.cli import main
+
+PAGES = ["", "new", "run", "compare", "chat", "export"]
+SECRET = "hf_" + "Secret" * 6
+PASSWORD = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def guarded_ui(start_ui, tmp_path_factory):
+    """A server that asks for a password."""
+    accounts = tmp_path_factory.mktemp("auth") / "users"
+    accounts.write_text(f"# who may come in\nada:{PASSWORD}\nbo:other:with colon\n")
+    accounts.chmod(0o600)
+    return start_ui("--auth", str(accounts), "--max_upload_size", "1MB")
+
+
+@pytest.fixture
+def client(ui_server):
+    """A program that asks the server without a browser."""
+    with httpx.Client(base_url=ui_server.url, timeout=20) as client:
+        yield client
+
+
+def find_serving(root: Path) -> Path:
+    """Return the folder of a server's uploads."""
+    (folder,) = root.resolve().glob(".serving-*")
+    return folder
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_asks_no_other_host(page, path):
+    """A font or script of another host tells it who trains when, and is missing where there is no network."""
+    open_page(page, path)
+    page.wait_for_timeout(500)
+    check_no_overflow(page)
+
+
+def test_more_tabs_open_than_a_browser_has_connections(page):
+    """A browser opens six connections to a server: where each tab holds one, the seventh waits for ever."""
+    for _ in range(7):
+        open_page(page)
+        page = page.context.new_page()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "192.168.1.9"])
+def test_a_name_that_was_made_to_point_here_is_refused(client, host):
+    """A site whose name is changed to mean this machine (DNS rebinding) would be of this origin, and read all."""
+    for path in ("/", "/config", "/gradio_api/info"):
+        assert client.get(path, headers={"Host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9000", "127.0.0.1:9000", "[::1]:9000"])
+def test_a_tunnel_from_any_port_of_this_machine_comes_in(client, host):
+    """`ssh -L 9000:127.0.0.1:7860` keeps the person out if the port is compared too."""
+    assert client.get("/config", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1"])
+def test_another_sites_page_starts_nothing(client, origin):
+    """A page anywhere on the web can post to 127.0.0.1, also without reading the answer: that starts programs."""
+    body = {"data": [], "fn_index": 0, "session_hash": "abc"}
+    for path in ("queue/join", "call/list_runs", "api/list_runs", "run/list_runs", "upload", "cancel", "reset"):
+        for content_type in ("application/json", "text/plain"):
+            answer = client.post(
+                f"/gradio_api/{path}", json=body, headers={"Origin": origin, "Content-Type": content_type}
+            )
+            assert answer.status_code == 403, path
+            assert "access-control-allow-origin" not in answer.headers
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    assert client.options("/gradio_api/queue/join", headers=headers).status_code == 403
+
+
+def test_another_sites_page_reads_nothing(client):
+    """Images, scripts and event streams are asked for without an Origin; a link that a person follows is no such."""
+    for site in ("cross-site", "same-site"):
+        for path in ("/gradio_api/queue/data?session_hash=abc", "/config", "/theme.css", "/gradio_api/file=x", "/new"):
+            headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "script"}
+            assert client.get(path, headers=headers).status_code == 403
+        headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        assert client.get("/new", headers=headers).status_code == 200
+        assert client.get("/gradio_api/file=x", headers=headers).status_code == 403
+        assert client.get("/new", headers=headers | {"Sec-Fetch-Dest": "iframe"}).status_code == 403
+
+
+def test_no_file_is_given_that_was_not_uploaded(client, ui_server):
+    """Gradio serves files by their path."""
+    run = ui_server.root / "first"
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text("a: 1\n")
+    serving = find_serving(ui_server.root)
+    (serving / "link").symlink_to("/etc/passwd")
+    names = [
+        "/etc/passwd",
+        "../../../../../../etc/passwd",
+        str(run / "config.yaml"),
+        f"{serving}/../first/config.yaml",
+        f"{serving}/link",
+        str(Path.home() / ".ssh/id_rsa"),
+        str(REPOSITORY / "pyproject.toml"),
+        "pyproject.toml",
+        "./lorashard/cli.py",
+        "file:///etc/passwd",
+        "http://127.0.0.1:1/x",
+        "https://example.com/",
+        "//etc/passwd",
+    ]
+    for name in names:
+        for written in (name, name.replace("/", "%2F"), name.replace("..", "%2e%2e")):
+            for route in ("file=", "file/"):
+                answer = client.get(f"/gradio_api/{route}{written}")
+                assert answer.status_code in (403, 404), (route, written, answer.text)
+
+
+def test_no_event_takes_a_file_that_was_not_uploaded(client, ui_server):
+    """A browser names the file that it has uploaded, and may name any: Gradio copies it to where it serves files."""
+    config = client.get("/config").json()
+    takes_files = {one["id"] for one in config["components"] if one["type"] in ("file", "uploadbutton")}
+    events = [event for event in config["dependencies"] if takes_files & set(event["inputs"])]
+    assert events, "no page takes files any more: then this test can go"
+    for event in events:
+        file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}, "orig_name": "rows.jsonl"}
+        data = [file if one in takes_files else None for one in event["inputs"]]
+        body = {"data": data, "fn_index": event["id"], "session_hash": f"files{event['id']}"}
+        assert client.post("/gradio_api/queue/join", json=body).status_code == 200
+        said = client.get("/gradio_api/queue/data", params={"session_hash": f"files{event['id']}"}).text
+        assert '"success":false' in said and "root:" not in said
+    assert [path for path in find_serving(ui_server.root).rglob("passwd*") if path.is_file()] == []
+
+
+def test_what_the_app_does_not_need_is_not_there(client):
+    """Gradio's own tools: reload, monitoring, proxy, an editor of the app's code, stored runs."""
+    paths = [
+        "monitoring",
+        "monitoring/summary",
+        "docs",
+        "openapi.json",
+        "gradio_api/dev/reload",
+        "gradio_api/vibe-code",
+    ]
+    paths += ["gradio_api/proxy=https://x.hf.space/a", "gradio_api/runs", "gradio_api/run-history/buckets"]
+    paths += ["gradio_api/token", "gradio_api/deep_link?session_hash=a", "gradio_api/custom_component/a/b/c/d", ".env"]
+    for path in paths:
+        assert client.get(f"/{path}").status_code == 404, path
+    for path in ("gradio_api/vibe-edit", "gradio_api/process_recording", "gradio_api/run-history/connect"):
+        assert client.post(f"/{path}", json={}).status_code == 404, path
+
+
+def test_uploads_stay_in_their_folder(client, ui_server):
+    """A file whose name climbs would be written anywhere."""
+    serving = find_serving(ui_server.root)
+    for name in ("../../climbed.jsonl", "/tmp/climbed.jsonl", "..\\climbed.jsonl", ".bashrc", "a\x00b.jsonl"):
+        answer = client.post("/gradio_api/upload", files={"files": (name, b"{}")})
+        if answer.status_code == 200:
+            stored = Path(answer.json()[0])
+            assert stored.resolve().is_relative_to(serving), name
+    assert serving.stat().st_mode & 0o077 == 0
+    assert [path.name for path in ui_server.root.iterdir() if "climbed" in path.name] == []
+
+
+def test_every_answer_has_the_headers_that_browsers_obey(client):
+    """A page that may be framed is clicked unseen; a script of another host would run as the person."""
+    for path in ("/", "/config", "/theme.css", "/gradio_api/file=x", "/nothing"):
+        headers = client.get(path).headers
+        assert headers["x-frame-options"] == "DENY" and headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'self'" in headers["content-security-policy"]
+        assert "http" not in headers["content-security-policy"]
+        assert headers["referrer-policy"] == "same-origin"
+        assert "server" not in headers
+
+
+def test_no_token_is_shown(start_ui, monkeypatch):
+    """The token of the hub is in the server's environment, and in none of its answers."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    server = start_ui()
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        paths = [f"/{page}" for page in PAGES] + ["/config", "/gradio_api/info", "/gradio_api/openapi.json"]
+        for path in paths:
+            answer = client.get(path)
+            assert answer.status_code == 200 and SECRET not in answer.text, path
+    assert SECRET not in server.log_path.read_text()
+
+
+def test_nothing_is_answered_before_the_login(guarded_ui):
+    """Gradio alone gives its page with the whole API, and more, to anybody who asks."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
+        paths = ["/config", "/theme.css", "/gradio_api/info", "/gradio_api/openapi.json", "/gradio_api/app_id"]
+        paths += ["/gradio_api/heartbeat/abc", "/gradio_api/startup-events", "/assets/x.js", "/gradio_api/file=x"]
+        for path in paths:
+            assert client.get(path).status_code == 401, path
+        for path in ("queue/join", "upload", "cancel", "reset", "call/list_runs"):
+            assert client.post(f"/gradio_api/{path}", json={}).status_code == 401, path
+        answer = client.get("/run?name=a%20b", headers={"Accept": "text/html"})
+        assert answer.status_code == 303 and answer.headers["location"] == "login?next=run%3Fname%3Da%2520b"
+
+
+def test_a_password_opens_a_session_and_a_wrong_one_takes_its_time(guarded_ui):
+    """Programs log in as gradio_client does; guesses must cost time."""
+    assert Client(guarded_ui.url, auth=("bo", "other:with colon"), verbose=False).view_api(return_format="dict")
+    with pytest.raises((AuthenticationError, ValueError)):
+        Client(guarded_ui.url, auth=("ada", "wrong"), verbose=False)
+    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
+        for user, password in (("ada", "wrong"), ("nobody", PASSWORD), ("ada", ""), ("", "")):
+            begin = time.monotonic()
+            answer = client.post("/login", data={"username": user, "password": password})
+            assert answer.status_code == 401 and time.monotonic() - begin >= 1
+        assert client.get("/config").status_code == 401
+        answer = client.post("/login", data={"username": "ada", "password": PASSWORD})
+        assert answer.status_code == 200
+        assert (
+            "httponly" in answer.headers["set-cookie"].lower()
+            and "samesite=lax" in answer.headers["set-cookie"].lower()
+        )
+        assert client.get("/config").status_code == 200
+        copied = dict(client.cookies)
+        assert client.get("/logout").status_code == 303
+        assert httpx.get(f"{guarded_ui.url}config", cookies=copied).status_code == 401
+
+
+def test_another_sites_page_logs_nobody_in(guarded_ui):
+    """A page that logs the person in as somebody else sees what they then type."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
+        form = {"username": "ada", "password": PASSWORD}
+        assert client.post("/login", data=form, headers={"Origin": "https://evil.example"}).status_code == 403
+
+
+def test_a_person_logs_in(open_tab, guarded_ui, page_errors):
+    """Whoever follows a link to a run must come out at that run."""
+    page = open_tab(guarded_ui, viewport={"width": 390, "height": 844})
+    page.goto("compare?runs=a,b")
+    assert page.evaluate("document.activeElement.name") == "username"
+    check_no_overflow(page)
+    page.keyboard.type("ada")
+    page.keyboard.press("Tab")
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").wait_for()
+    page.keyboard.type(PASSWORD)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/compare?runs=a,b")
+    page.wait_for_selector(".gradio-container nav")
+    page.wait_for_timeout(500)
+
+
+@pytest.mark.parametrize("target", ["//evil.example", "https://evil.example", "javascript:alert(1)", '"><script>'])
+def test_the_login_leads_to_no_other_site(guarded_ui, target):
+    """A link to this server's login that ends at a copy of it elsewhere steals the password."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
+        answer = client.get("/login", params={"next": target})
+        assert "evil" not in answer.text and "<script>" not in answer.text and "javascript" not in answer.text
+        form = {"username": "ada", "password": PASSWORD}
+        headers = {"Accept": "text/html"}
+        answer = client.post("/login", params={"next": target}, data=form, headers=headers)
+        assert answer.status_code == 303 and answer.headers["location"] == "./"
+
+
+def test_a_file_that_is_too_large_is_refused(guarded_ui):
+    """Whoever may upload could fill the disk at once."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=30) as client:
+        client.post("/login", data={"username": "ada", "password": PASSWORD})
+        answer = client.post("/gradio_api/upload", files={"files": ("a.jsonl", b"x" * 2_000_000)})
+        assert answer.status_code == 413
+        body = b'{"data": ["' + b"x" * 20_000_000 + b'"]}'
+        assert client.post("/gradio_api/queue/join", content=body).status_code == 413
+
+
+def test_another_address_needs_a_password(tmp_path, capsys):
+    """Whoever reaches the server starts programs as the person who started it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for host in ("0.0.0.0", "::", "192.168.1.7", "example.com"):
+        assert main(["ui", "--root", str(tmp_path / "runs"), "--host", host, "--port", str(port)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        assert "--auth FILE" in said.err and "ssh -L" in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mistakes_are_answered_in_one_line(tmp_path, ui_server, capsys):
+    """A traceback tells nobody that the port is taken."""
+    port = ui_server.url.rsplit(":", 1)[1].strip("/")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "users").write_text("ada:secret\n")
+    (tmp_path / "users").chmod(0o644)
+    cases = [
+        (["--port", port], f"127.0.0.1:{port} cannot be listened on"),
+        (["--root", str(tmp_path / "file")], "cannot be written"),
+        (["--root", "/proc/runs"], "cannot be written"),
+        (["--auth", str(tmp_path / "users")], "chmod 600"),
+        (["--auth", str(tmp_path / "none")], "cannot be read"),
+        (["--auth", ":secret"], "expected user:password"),
+        (["--allow", str(tmp_path / "none")], "expected a folder"),
+        (["--max_upload_size", "much"], "max_upload_size"),
+        (["--port", "70000"], "port"),
+        (["--host", "gpu-box.invalid", "--auth", "ada:secret"], "no address of this machine"),
+        (["--host", "192.0.2.1", "--auth", "ada:secret"], "cannot be listened on"),
+    ]
+    for words, expected in cases:
+        root = [] if "--root" in words else ["--root", str(tmp_path / "runs")]
+        assert main(["ui", *words, *root]) == 2
+        said = capsys.readouterr().err
+        assert expected in said and said.count("\n") == 1 and "secret" not in said
+
+
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (15, 1))])
+def test_a_signal_ends_it_at_once(start_ui, open_tab, page_errors, number):
+    """Open pages hold connections, which a server that waits for them never ends."""
+    server = start_ui()
+    page = open_tab(server)
+    open_page(page)
+    begin = time.monotonic()
+    assert server.stop(number) == 0
+    assert time.monotonic() - begin < 8
+    assert "Traceback" not in server.log_path.read_text()
+    assert server.list_processes() == [] and list(server.root.glob(".serving-*")) == []
+    wait_until(lambda: not os.path.exists(f"/proc/{server.process.pid}"))
+    page.close()
+    page_errors.clear()  # it has lost its server

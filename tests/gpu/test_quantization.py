@@ -1,0 +1,119 @@
+"""Quantising and unpacking on one GPU: the same bytes and numbers as on the CPU, whatever unpacks them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny import build_model, find_differences, make_batch, take_gradients
+
+import lorashard
+from lorashard.quantization.format import Quantizer
+from lorashard.quantization.fp8 import Fp8
+from lorashard.quantization.int8 import Int8
+from lorashard.quantization.nf4 import Nf4
+from lorashard.quantization.nf4_kernel import find_kernel
+from lorashard.quantization.nf4_tables import Tables
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+]
+DEVICE = torch.device("cuda", 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((64, 64), (33, 65), (7, 9), (300, 1000), (3, 5, 64), (1024, 8256))
+FORMATS = {"nf4": Nf4(), "nf4 nested": Nf4(True), "nf4 of 4096": Nf4(True, 4096), "int8": Int8(), "fp8": Fp8()}
+EVERY_FORMAT = pytest.mark.parametrize("quantizer", FORMATS.values(), ids=FORMATS.keys())
+
+
+def make_values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)) * 0.02
+    values.view(-1)[::53] = 0
+    return values.to(dtype)
+
+
+def quantize(quantizer: Quantizer, values: torch.Tensor) -> list[torch.Tensor]:
+    packed, scales = quantizer.quantize(values.view(-1), values.shape)
+    parts = quantizer.parts(values.shape)
+    found = [packed.view(parts[0].dtype), *quantizer.keep_scales(scales)]
+    return [part.view(like.shape) for part, like in zip(found, parts, strict=True)]
+
+
+def unpack(quantizer: Quantizer, parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(like, math.nan, device=parts[0].device)
+    quantizer.unpack(parts, out)
+    return out
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_and_numbers_are_those_of_the_cpu(quantizer, dtype):
+    """Catches a rounding, a lookup or a kernel that differs from the CPU's, so that ranks and restarts would."""
+    for shape in SHAPES:
+        values = make_values(shape, dtype)
+        expected, found = quantize(quantizer, values), quantize(quantizer, values.to(DEVICE))
+        for here, there in zip(expected, found, strict=True):
+            assert torch.equal(here.view(-1).view(torch.uint8), there.cpu().view(-1).view(torch.uint8)), shape
+        assert torch.equal(unpack(quantizer, found, values).cpu(), unpack(quantizer, expected, values)), shape
+        one = quantizer.select(found, shape, 1)
+        if one is not None:
+            assert torch.equal(unpack(quantizer, one, values[1]).cpu(), unpack(quantizer, expected, values)[1])
+
+
+@pytest.mark.parametrize("block_size", (32, 64, 128, 1024, 4096))
+def test_the_kernel_of_bitsandbytes_gives_the_numbers_of_torch(block_size):
+    """Catches a kernel that is given up silently, one that differs, and one that a slice's alignment upsets."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    tables = Tables(DEVICE)
+    kernel = find_kernel(tables, block_size, DEVICE)
+    assert kernel is not None
+    packed = torch.randint(0, 256, (block_size * 50 + 1,), dtype=torch.uint8, device=DEVICE)[1:]
+    scales = torch.rand(101, device=DEVICE)[1:]
+    for dtype in DTYPES:
+        out = torch.empty(block_size * 100 + 1, dtype=dtype, device=DEVICE)[1:]
+        kernel.unpack(packed, scales, block_size, out)
+        expected = (tables.look_up(packed).view(100, -1) * scales.unsqueeze(1)).to(dtype)
+        assert torch.equal(out.view(100, -1), expected)
+
+
+@EVERY_FORMAT
+def test_unpacking_takes_a_bounded_piece(quantizer):
+    """Catches a float32 copy of the weight, which is twice what the workspace holds."""
+    values = make_values((4096, 8192), torch.bfloat16).to(DEVICE)
+    parts = quantize(quantizer, values)
+    quantizer.unpack(parts, values)  # what is made once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantizer.unpack(parts, values)
+    assert torch.cuda.max_memory_allocated() - before <= 40 * 2**20
+
+
+def train(model: PeftModel) -> dict[str, torch.Tensor]:
+    found = {}
+    for seed in range(2):
+        batch = {name: value.to(DEVICE) for name, value in make_batch(seed).items()}
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        found |= {f"{seed} {name}": value for name, value in take_gradients(model).items()} | {f"loss {seed}": loss}
+    return {name: value.detach() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("format_", ("nf4", "int8", "fp8"))
+@pytest.mark.parametrize("checkpointing", ("off", "non-reentrant", "reentrant"))
+def test_a_sharded_base_gives_the_gradients_of_the_dequantised_one(format_, checkpointing):
+    """Catches a workspace that is written while a kernel on the same stream still reads the last weight there."""
+    quantizer = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}[format_]
+    case = {"checkpointing": checkpointing, "dtype": torch.bfloat16}
+    plain = build_model(**case).to(DEVICE)
+    for name, module in plain.named_modules():
+        is_base = isinstance(module, torch.nn.Linear) and ".layers." in name and "lora_" not in name
+        if is_base:
+            weight = module.weight.data
+            quantizer.unpack(quantize(quantizer, weight), weight)
+    for placement in ("replicate", "host"):
+        sharded = lorashard.shard(build_model(**case), placement, device=DEVICE, quantization=format_)
+        assert find_differences(train(sharded), train(plain)) == []

@@ -1,0 +1,203 @@
+"""Quantising while reading: which weights, which bytes each rank reads, and that all get what one rank would."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+
+from lorashard.model import quantizing
+from lorashard.model.quantizing import quantize_structure
+from lorashard.model.sources import MemorySource, fill_shard, plan_unit
+from lorashard.model.units import LAYER, FoundUnit, FoundWeight, find_structure
+from lorashard.quantization.format import make_quantizer
+from lorashard.quantization.options import Quantization
+
+FORMATS = [Quantization("nf4"), Quantization("nf4", double_quant=True), Quantization("int8"), Quantization("fp8")]
+# Whole blocks, blocks and rows that end anywhere, less than a block, less than a byte of nf4, experts, long rows.
+SHAPES = [(64, 64), (33, 70), (7, 9), (1, 1), (3, 3), (4, 24, 40), (3, 5, 7), (5, 3000), (257, 96)]
+
+
+class CountedSource(MemorySource):
+    """Remembers which bytes of which weight were read."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[str, int, int]] = []
+
+    def fill(self, weight, begin_byte, end_byte, out, part=0):
+        self.reads.append((weight.name, begin_byte, end_byte))
+        super().fill(weight, begin_byte, end_byte, out, part)
+
+
+def make_unit(quantization: Quantization, *more: tuple[int, ...]) -> FoundUnit:
+    generator = torch.Generator().manual_seed(0)
+    quantizer = make_quantizer(quantization)
+    weights = []
+    for number, shape in enumerate([*SHAPES, *more, (40,)]):
+        values = torch.randn(shape, generator=generator).to(torch.bfloat16 if number % 2 else torch.float32)
+        weight = FoundWeight(f"w{number}", nn.Parameter(values, requires_grad=False))
+        weight.quantizer = quantizer if len(shape) > 1 else None
+        weights.append(weight)
+    return FoundUnit("layer", LAYER, weights)
+
+
+def quantize_whole(unit: FoundUnit) -> torch.Tensor:
+    """Return the unit's buffer with each weight quantised at once."""
+    layout = plan_unit(unit, 1)
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    fields = iter(layout.fields)
+    for weight in unit.weights:
+        parts = [weight.parameter.detach()]
+        if weight.quantizer is not None:
+            numbers, scales = weight.quantizer.quantize(weight.parameter.detach().view(-1), weight.parameter.shape)
+            parts = [numbers, *weight.quantizer.keep_scales(scales)]
+        for part in parts:
+            field = next(fields)
+            buffer[field.begin_byte : field.end_byte] = part.contiguous().reshape(-1).view(torch.uint8)
+    return buffer
+
+
+@pytest.mark.parametrize("piece_numel", (64, 4 * 2**20))
+@pytest.mark.parametrize("quantization", FORMATS, ids=str)
+def test_shards_together_are_the_whole_quantised_at_once(quantization, piece_numel, monkeypatch):
+    """A block cut in two, or a piece that lands one byte off, gives wrong numbers on some world sizes alone."""
+    monkeypatch.setattr(quantizing, "_PIECE_NUMEL", piece_numel)
+    unit = make_unit(quantization)
+    expected = quantize_whole(unit)
+    for world_size in (1, 2, 3, 4, 5, 16):
+        layout = plan_unit(unit, world_size)
+        shards = [torch.zeros(layout.shard_bytes, dtype=torch.uint8) for _ in range(world_size)]
+        for rank, shard in enumerate(shards):
+            fill_shard(shard, layout, unit, MemorySource(), rank)
+        found = torch.cat(shards)
+        assert torch.equal(found[: len(expected)], expected[: len(found)]), world_size
+        assert not found[len(expected) :].any() and not expected[len(found) :].any()
+
+
+def bound_reads(unit: FoundUnit, layout, rank: int) -> dict[str, int]:
+    """Return the most bytes that a rank may read of each weight, from what of it is the rank's."""
+    kept: dict[str, dict[int, int]] = {}
+    numbered = [(weight, number) for weight in unit.weights for number in range(len(weight.parts()))]
+    for piece in layout.pieces(rank):
+        weight, number = numbered[layout.fields.index(piece.field)]
+        kept.setdefault(weight.name, {})[number] = piece.end_byte - piece.begin_byte
+    bounds = {}
+    for weight in unit.weights:
+        item_bytes, shape = weight.parameter.itemsize, weight.parameter.shape
+        own = kept.get(weight.name, {})
+        if weight.quantizer is None:
+            bounds[weight.name] = own.get(0, 0)
+            continue
+        block = weight.quantizer.block_numel(shape)
+        numbers = own.get(0, 0) * (2 if weight.quantizer.name == "nf4" else 1)
+        blocks = math.ceil(numbers / block) + (1 if block != 64 and numbers else 0)  # rows straddle, blocks of 64 never
+        blocks += own.get(1, 0) // 4 if weight.quantizer.scales_are_separate else 0
+        is_whole = not weight.quantizer.scales_are_separate and set(own) - {0}
+        most = weight.parameter.nbytes
+        bounds[weight.name] = most if is_whole else min(most, blocks * block * item_bytes)
+    return bounds
+
+
+@pytest.mark.parametrize("quantization", FORMATS, ids=str)
+def test_a_rank_reads_what_it_keeps(quantization, monkeypatch):
+    """Reading whole weights on every rank would take as many times longer as there are ranks; so would no pieces."""
+    monkeypatch.setattr(quantizing, "_PIECE_NUMEL", 512)
+    unit = make_unit(quantization, (600, 256))  # so many scales that several ranks share them
+    for world_size in (1, 2, 16):
+        layout = plan_unit(unit, world_size)
+        total = 0
+        for rank in range(world_size):
+            source = CountedSource()
+            fill_shard(torch.zeros(layout.shard_bytes, dtype=torch.uint8), layout, unit, source, rank)
+            bounds = bound_reads(unit, layout, rank)
+            for weight in unit.weights:
+                reads = sorted((b, e) for name, b, e in source.reads if name == weight.name)
+                assert sum(e - b for b, e in reads) <= bounds[weight.name], (weight.name, world_size, rank)
+                assert all(e <= b for (_, e), (b, _) in zip(reads, reads[1:], strict=False)), "read twice"
+                row_numel = weight.parameter.shape[-1]
+                if weight.quantizer is not None:
+                    assert all(e - b <= max(512, row_numel) * weight.parameter.itemsize for b, e in reads)
+                total += sum(e - b for b, e in reads)
+        unit_bytes = sum(weight.parameter.nbytes for weight in unit.weights)
+        assert total == unit_bytes if world_size == 1 else unit_bytes <= total
+
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48}
+EXPERTS = {**LLAMA, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **{**EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 12},
+    **{"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16},
+    **{"q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+CHOSEN = {
+    "Llama": (LLAMA, ATTENTION | MLP),
+    "Mixtral": ({**EXPERTS, "num_local_experts": 12}, ATTENTION | {"gate_up_proj", "down_proj"}),
+    "Qwen3Moe": (
+        {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 12, "head_dim": 8},
+        ATTENTION | {"gate_up_proj", "down_proj"},
+    ),
+    "Qwen2Moe": (
+        {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 12, "shared_expert_intermediate_size": 40},
+        ATTENTION | MLP | {"gate_up_proj"},  # and neither the router nor `shared_expert_gate`
+    ),
+    "GptOss": ({**EXPERTS, "num_local_experts": 12, "head_dim": 8}, ATTENTION | {"gate_up_proj", "down_proj"}),
+    "DeepseekV3": (
+        DEEPSEEK,
+        MLP | {"gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+    ),
+    "GPT2": ({"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}, {"c_attn", "c_proj", "c_fc"}),
+    "Mamba": (
+        {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 16},
+        {"in_proj", "x_proj", "dt_proj", "out_proj"},
+    ),
+    "Mamba with short rows": (
+        {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 15},
+        {"in_proj", "x_proj", "out_proj"},
+    ),
+}
+
+
+def choose(family: str, options: dict, quantization: Quantization) -> set[str]:
+    """Return the names of the modules, or of experts' weights, that would be quantised, and check their dimensions."""
+    with init_empty_weights():
+        config = getattr(transformers, f"{family.partition(' ')[0]}Config")(**options)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    structure = find_structure(model, lambda parameter: True)
+    quantize_structure(structure, quantization)
+    chosen = [w for unit in structure.units for w in unit.weights if w.quantizer is not None]
+    assert all(weight.parameter.dim() in (2, 3) for weight in chosen)
+    return {weight.name.removesuffix(".weight").rpartition(".")[2] for weight in chosen}
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_linear_weights_and_experts_are_quantised_and_nothing_else(family):
+    """A router in 4 bits sends tokens to other experts; experts that are left out are most of a model's bytes; short
+    rows, which Gemma 3n clamps in place, take more bytes in 8 bits and a scale than they save."""
+    options, expected = CHOSEN[family]
+    assert choose(family, options, Quantization("nf4")) == expected
+    vocabulary = choose(family, options, Quantization("nf4", has_vocabulary=True)) - expected
+    tied = {"GPT2": {"wte"}, "Mamba": {"embeddings"}}
+    assert vocabulary == tied.get(family.partition(" ")[0], {"embed_tokens", "lm_head"})
+
+
+def test_a_layer_of_an_8b_llama_takes_the_bytes_that_its_formats_say():
+    """Padding, or scales wider than they are said to be, would show here as a ratio that no document promises."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    ratios = []
+    for quantization in (None, *FORMATS):
+        weights = [FoundWeight(str(i), nn.Parameter(torch.empty(s, device="meta"))) for i, s in enumerate(shapes)]
+        for weight in weights:
+            weight.parameter.data = weight.parameter.data.bfloat16()
+            weight.quantizer = make_quantizer(quantization) if quantization else None
+        norms = [FoundWeight(f"norm{i}", nn.Parameter(torch.empty(4096, device="meta").bfloat16())) for i in range(2)]
+        ratios.append(plan_unit(FoundUnit("layer", LAYER, [*weights, *norms]), 2).total_bytes)
+    found = [round(ratios[0] / num_bytes, 2) for num_bytes in ratios[1:]]
+    assert found == [3.56, 3.88, 2.0, 2.0]

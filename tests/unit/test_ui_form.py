@@ -1,0 +1,244 @@
+"""The form of a new run: texts of fields to options, YAML and a command, and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lorashard.config import RunConfig, read_known_options
+from lorashard.errors import ConfigError
+from lorashard.methods import METHODS
+from lorashard.options import read_command_line
+from lorashard.use_options import MergeOptions
+from lorashard_ui.form import form
+from lorashard_ui.form.exporting import AS_TRAINED, MERGED_BASES
+from lorashard_ui.form.form import BASIC, MORE, NAME
+from lorashard_ui.form.paths import Allowed
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Read a form of a server over an empty folder of runs, with `base` and `rows.jsonl` beside it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs", "files/base"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "files/rows.jsonl").write_text("{}\n")
+    allowed = Allowed(tmp_path / "runs", [tmp_path / "files"])
+
+    def read(**texts: str) -> form.Form:
+        given = {"model_name_or_path": "files/base", "dataset": "files/rows.jsonl", MORE: "", NAME: ""} | texts
+        return form.read_form(given, tmp_path / "runs", allowed)
+
+    return read
+
+
+HARD = {
+    "sample_prompts": '["--help", "it\'s $HOME `id` \\"q\\"", "two\\nlines", "a, b"]',
+    "eval_dataset": "files/rows.jsonl",
+    "lora_target_modules": "[qk]_proj|it's $(id)",
+    "gpus": "1,",
+    "learning_rate": "1e-5",
+    "max_length": "null",
+    "packing": "no",
+    "quantization": "nf4",
+    MORE: "warmup_steps: 0.1\nlr_scheduler_kwargs: {num_cycles: 2, deep: {a: [1, null, true]}}\nreport_to: 'no'\n"
+    "run_name: 'true'\noptim_args: '-a=b $(id)'\nlogging_steps: 25\n",
+}
+
+
+def test_command_and_yaml_say_what_the_form_says(read, tmp_path):
+    """Catches a value that a shell, YAML or the command line's parser reads as another: quotes, dashes, lists, null."""
+    filled = read(**HARD)
+    assert filled.problems == {} and filled.missing == ()
+    file = tmp_path / "asked.yaml"
+    file.write_text(filled.to_yaml())
+    from_yaml = RunConfig.resolve(file, ["--output_dir", "runs/x"])
+    script = filled.to_command(tmp_path / "runs").replace("lorashard finetune", "printf '%s\\0'", 1)
+    words = subprocess.run(["sh", "-c", script], capture_output=True, check=True).stdout.decode().split("\0")[:-1]
+    from_command = RunConfig.resolve(None, words)
+    assert from_command.output_dir == str(tmp_path / "runs" / filled.name)
+    assert from_yaml.model_dump(exclude={"output_dir"}) == from_command.model_dump(exclude={"output_dir"})
+    assert from_yaml == RunConfig(output_dir="runs/x", **filled.values)
+    assert from_yaml.quantization == "nf4"
+    assert from_yaml.gpus == [1] and from_yaml.max_length is None and from_yaml.packing is False
+    assert from_yaml.sample_prompts == ["--help", 'it\'s $HOME `id` "q"', "two\nlines", "a, b"]
+
+
+def test_filling_in_gives_the_same_form(read):
+    """Catches what gets lost on the way from options to fields, as by loading YAML or copying a run."""
+    values = read(**HARD).values
+    for fields in (BASIC, (*BASIC, "gpus", "sample_prompts", "lora_target_modules", "packing")):
+        texts = form.fill_fields(values, [*fields, MORE])
+        assert read(**texts).values == values
+        assert form.read_yaml(form.write_yaml(values), "x") == values
+
+
+def test_words_of_every_option_read_back():
+    """Catches a kind of option whose values the command line would read otherwise."""
+    samples = [True, False, None, 3, 0.5, 1e-7, "a", "a b", ["a"], ["a", "b,c"], [1, 2], [1], [], {"a": [{"b": None}]}]
+    num_tried = 0
+    for method in METHODS.values():
+        for name, option in read_known_options(method).items():
+            for value in samples:
+                try:
+                    if option.parse(value) != value:
+                        continue
+                except ConfigError:
+                    continue
+                word = form.write_word(option, value)
+                (given,) = read_command_line([f"--{name}={word}"])
+                assert option.parse(given.value) == value, (name, value, word)
+                num_tried += 1
+    assert num_tried > 1000
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [
+        ("lora_r", "x", "lora_r: expected a whole number, found 'x'"),
+        ("lora_r", "0", "lora_r: input should be greater than or equal to 1, found 0"),
+        ("learning_rate", "fast", "learning_rate: expected a number, found 'fast'"),
+        ("method", "sfx", "method: expected one of"),
+        ("cpu", "0", "cpu: "),
+        ("quantization", "nf5", "quantization: expected one of 'none', 'nf4', 'int8', 'fp8', found 'nf5'"),
+        ("max_length", "1.5", "max_length: expected a whole number or null"),
+        ("eval_dataset", "/etc/passwd", "eval_dataset: '/etc/passwd' lies outside"),
+        ("sample_prompts", "[" * 3000, "sample_prompts"),
+        (NAME, "../up", "expected the name of a run"),
+        (NAME, "a/b", "expected the name of a run"),
+        (MORE, "warmup_ratio: 0.1", "more options, line 1): give the ratio as warmup_steps"),
+        (MORE, "\nlogging_steps: often", "(more options, line 2)"),
+        (MORE, "a: [", "more options, line 1: not valid YAML"),
+        (MORE, "- a", "expected lines of `option: value`"),
+        (MORE, "lora_rank: 8", "has a field of its own"),
+        (MORE, "output_dir: /tmp/x", "is not set here"),
+        (MORE, "epochs: 2\nnum_epochs: 3", "is given twice"),
+        (MORE, "deepspeed: x.json", "lorashard shards the frozen base itself"),
+        (MORE, "hub_token: hf_x", "a token is no option"),
+        (MORE, "accelerator_config: /etc/passwd", "lies outside"),
+        (MORE, "trust_remote_code: yes", "runs no code"),
+    ],
+)
+def test_mistakes_are_told_at_their_field(read, field, text, said):
+    """Catches a mistake that is told elsewhere, in other words than the command line's, or not at all."""
+    given = {"lora_r": "4"} if field == MORE else {}
+    found = read(**(given | {field: text}))
+    assert list(found.problems) == [field]
+    assert said in found.problems[field]
+
+
+def test_mistakes_of_several_fields_are_all_told(read):
+    """Catches a form that shows one mistake after another; and a combination, which belongs to no field alone."""
+    assert set(read(lora_r="x", learning_rate="y", method="dpo", packing="true").problems) == {
+        "lora_r",
+        "learning_rate",
+        "packing",
+    }
+    assert "choose GPU ranks or CPU ranks" in read(gpus="0,", cpu="2").problems["gpus"]
+    assert "ask for int8 and nf4" in read(quantization="int8", more="load_in_4bit: true").problems["quantization"]
+    assert "there is no eval_dataset to evaluate on" in read(more="eval_strategy: epoch").problems[""]
+    empty = read(model_name_or_path="", dataset=" ")
+    assert empty.missing == ("model_name_or_path", "dataset") and empty.problems == {}
+
+
+def test_names_are_suggested_and_free(read, tmp_path):
+    """Catches a suggestion that is taken, or no name of a folder; and a name that would hit another run."""
+    assert read().name == "base-rows"
+    (tmp_path / "runs/base-rows").mkdir()
+    assert read().name == "base-rows-2"
+    assert "there is a run 'base-rows' already" in read(name="base-rows").problems[NAME]
+    for odd in ("org/..odd name..", "\u00e9t\u00e9/\u96ea", "x" * 300, "-"):
+        assert read(model_name_or_path="files/base", dataset=odd).name
+        name = form.suggest_name({"model_name_or_path": odd, "dataset": odd}, tmp_path / "runs")
+        form.find_run(tmp_path / "runs", name)
+
+
+def test_hostile_yaml_is_refused_at_once(read):
+    """Catches aliases that grow without bounds, depth, size, and objects that YAML would make."""
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    begin_s = time.monotonic()
+    for text, said in (
+        (bomb, "line 2: aliases are not taken"),
+        ("x: " + "[" * 50_000, "nested too deeply"),
+        ("x: " + "{a: " * 5_000, "nested too deeply"),
+        ("# " + "x" * 70_000, "at most 65,536 bytes"),
+        ("run_name: !!python/object/apply:os.system [id]", "not valid YAML"),
+        ("run_name: !!binary aGk=", ""),
+    ):
+        if said:
+            assert said in read(more=text).problems[MORE]
+        else:
+            read(more=text)
+    assert time.monotonic() - begin_s < 5
+
+
+def test_a_run_is_copied_by_what_it_was_asked(tmp_path):
+    """Catches a copy that goes on in the other run's folder, resumes it, or holds two hundred defaults."""
+    run = tmp_path / "first"
+    run.mkdir()
+    values = {"model_name_or_path": "m", "dataset": "d", "eval_dataset": "e", "lora_r": 8, "max_steps": 3}
+    config = RunConfig(output_dir=str(run), resume_from_checkpoint="auto", **values)
+    (run / "config.yaml").write_text(config.to_yaml())
+    assert form.clone_run(tmp_path, "first") == values
+    (run / "asked.yaml").write_text("model: m2\ndataset: d\nmax_steps: 4\n")
+    assert form.clone_run(tmp_path, "first") == {"model_name_or_path": "m2", "dataset": "d", "max_steps": 4}
+    for name in ("nobody", "../first", ".hidden", ""):
+        with pytest.raises(ConfigError):
+            form.clone_run(tmp_path, name)
+
+
+def test_uploads_are_kept_once_and_inside(tmp_path):
+    """Catches an upload that is written elsewhere by its name, twice, or over another of the same name."""
+    (tmp_path / "up").mkdir()
+    kept = []
+    odd = "a b;$(id).jsonl"
+    for name, content in ((odd, "1"), (odd, "1"), (odd, "2"), (".x.csv", "3")):
+        path = tmp_path / "up" / name
+        path.write_text(content)
+        kept.append(form.keep_upload(path, tmp_path / "runs"))
+        assert kept[-1].read_text() == content
+    assert kept[0] == kept[1] != kept[2]
+    assert {path.parent.parent for path in kept} == {tmp_path / "runs/.uploads"}
+    assert [path.name for path in kept[2:]] == ["a_b_id_.jsonl", "x.csv"]
+    for name in ("rows.py", "rows", ".jsonl", "x.jsonl.gz"):
+        (tmp_path / "up" / name).write_text("x")
+        with pytest.raises(ConfigError, match="ends in .jsonl"):
+            form.keep_upload(tmp_path / "up" / name, tmp_path / "runs")
+
+
+def test_what_a_merge_offers_is_what_the_command_takes():
+    """Catches a choice of the export page that `lorashard merge` has no longer, or another default than its own."""
+    read = [MergeOptions.read(["runs/a", "out", *words]) for words in MERGED_BASES.values()]
+    assert [(one.quantization, one.requantize) for one in read] == [
+        (None, None),
+        ("none", None),
+        (None, "nf4"),
+        (None, "int8"),
+    ]
+    assert MERGED_BASES[AS_TRAINED] == []
+
+
+def test_every_option_describes_itself():
+    """Catches an option in the form without a word of what it is for, and one that would be refused."""
+    for method in METHODS.values():
+        options = form.list_choosable(method)
+        assert not options.keys() & {"deepspeed", "hub_token", "output_dir", "use_cpu", "do_train"}
+        for name, option in options.items():
+            default, text = form.describe_option(option, method)
+            assert len(text) > 10, name
+            assert isinstance(default, str)
+    learning_rate = read_known_options(METHODS["dpo"])["learning_rate"]
+    assert form.describe_option(learning_rate, METHODS["dpo"])[0] == "1e-05"
+
+
+def test_the_server_needs_no_torch():
+    """Catches an import that makes the server hold torch, and with it, sooner or later, memory of a GPU."""
+    code = "import sys, lorashard_ui.form.form, lorashard_ui.running.worker, lorashard_ui.form.choices\n"
+    code += "print([name for name in ('torch', 'transformers', 'gradio') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

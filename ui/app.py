@@ -1,0 +1,84 @@
+"""The app: its pages and its endpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import gradio as gr
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from . import api
+from .desk import Desk
+from .drawing.theme import FAVICON, build_head, build_theme
+from .pages import chat, compare, export, new_run, run, runs
+
+# Of one event: two tabs, and the timers of both, do not wait for one another. What must not run twice locks itself.
+_MAX_AT_ONCE = 8
+# Of all: questions to a model or a worker keep a thread each for minutes, and other pages' timers need some meanwhile.
+_MAX_THREADS = 200
+_MAX_SESSIONS = 1000
+_CLEAR_UPLOADS_S = (3600, 24 * 3600)  # look so often for what is so old; datasets are kept elsewhere
+
+
+def build_app(desk: Desk) -> gr.Blocks:
+    """Return the app, not launched."""
+    with gr.Blocks(title="lorashard", analytics_enabled=False, delete_cache=_CLEAR_UPLOADS_S) as app:
+        _build_page(runs.build, desk)
+        api.build(desk)
+    for title, path, build in (
+        ("New run", "new", new_run.build),
+        ("Run", "run", run.build),
+        ("Compare", "compare", compare.build),
+        ("Chat", "chat", chat.build),
+        ("Export", "export", export.build),
+    ):
+        with app.route(title, path, show_in_navbar=path != "run"):  # one run's page is reached from the table of all
+            _build_page(build, desk)
+    app.max_threads = _MAX_THREADS
+    app.queue(default_concurrency_limit=_MAX_AT_ONCE)
+    return app
+
+
+def _build_page(build: Callable[[Desk], None], desk: Desk) -> None:
+    gr.Navbar(main_page_name="Runs")
+    build(desk)
+
+
+def build_asgi(desk: Desk, max_upload_size: str) -> tuple[FastAPI, frozenset[str]]:
+    """Return the app as a server takes it, and the addresses of its pages, such as `/new`.
+
+    Args:
+        max_upload_size: bytes, or such as `2GB`.
+    """
+    blocks = build_app(desk)
+    blocks.state_session_capacity = _MAX_SESSIONS
+    parent = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @parent.get("/favicon.ico")
+    def send_favicon() -> Response:
+        return Response(FAVICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor asked for
+        gr.mount_gradio_app(
+            parent,
+            blocks,
+            path="/",
+            footer_links=[],
+            run_history=False,
+            show_error=False,  # `gr.Error` is shown all the same
+            max_file_size=max_upload_size.replace(" ", "").replace("i", "").lower(),
+            ssr_mode=False,
+            enable_monitoring=False,
+            pwa=False,
+            mcp_server=False,
+            theme=build_theme(),
+            head=build_head(),
+        )
+    # Each tab would hold a connection open, of the six that a browser has for one server. The oldest sessions go first.
+    blocks.config["connect_heartbeat"] = False
+    # Only then does Gradio look whether a file that a browser names was uploaded.
+    blocks.has_launched = True
+    return parent, frozenset(f"/{page}" for page, *_ in blocks.pages)

@@ -1,0 +1,72 @@
+"""What every page and every endpoint stands on: the folder of runs, and those who read, start and ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .form.paths import Allowed
+from .reading.runs import Runs
+from .running import control
+from .running.chats import Chats
+from .running.jobs import Jobs
+from .running.worker import Worker
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The server's own things, shared by all browsers; each is safe to use from several threads."""
+
+    root: Path
+    allowed: Allowed
+    runs: Runs
+    jobs: Jobs
+    worker: Worker
+    chats: Chats
+
+    @classmethod
+    def open(cls, root: Path, allowed_folders: Sequence[Path] = (), trusts_code: bool = False) -> Desk:
+        """Make the desk of a folder of runs, which is made where it is not there.
+
+        Args:
+            allowed_folders: where files named in a browser may lie, beside `root`.
+            trusts_code: whether a browser may have models' own code run (`trust_remote_code`, `reward_funcs`).
+        """
+        root.mkdir(parents=True, exist_ok=True)
+        root = root.resolve()
+        allowed = Allowed(root, allowed_folders, trusts_code)
+        return cls(root, allowed, Runs(root), Jobs(root), Worker(), Chats(root))
+
+    def start_run(self, name: str, config_yaml: str) -> None:
+        """Start a new run.
+
+        Raises:
+            ConfigError: as `control.start_run`.
+        """
+        self.worker.close()  # what it holds of GPUs is the run's
+        control.start_run(self.root, name, config_yaml)
+
+    def resume_run(self, name: str) -> None:
+        """Go on with a run.
+
+        Raises:
+            ConfigError: as `control.resume_run`.
+        """
+        self.worker.close()
+        control.resume_run(self.root, name)
+
+    def delete_run(self, name: str) -> None:
+        """Delete a run's folder, and unload its model, which would answer for a later run of that name.
+
+        Raises:
+            ConfigError: as `control.delete_run`.
+        """
+        control.delete_run(self.root, name)
+        if (chat := self.chats.find(name)) is not None:
+            chat.unload("its run was deleted")
+
+    def close(self) -> None:
+        """End what lives as long as the server: chats and the worker. Runs and jobs go on."""
+        self.chats.close()
+        self.worker.close()

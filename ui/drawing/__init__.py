@@ -1,0 +1,1 @@
+"""How things look: charts, markup, style, and numbers as people read them."""

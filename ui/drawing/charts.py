@@ -1,0 +1,153 @@
+"""Curves and bars as Plotly figures, which read on light and on dark and do not need colours to be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+
+# Okabe and Ito's colours, which colour-blind people tell apart; the bright ones darker, for three to one on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009068", "#C0659A", "#A87400", "#3A94C6")
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+_FEW_POINTS = 40  # up to here each point has a marker: a line of one point would not be seen
+_TEXT = "#7a7a7a"  # of lines; words take the page's own colour where they are drawn
+_GRID = "rgba(128,128,128,0.25)"
+_HEIGHT = 280
+_LEGEND_HEIGHT = 12  # for each curve; on a phone every name has a line of its own
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve: its name, its points, and the same smoothed, or empty where it is not."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    smoothed: Sequence[float] = ()
+
+
+def draw_curves(
+    curves: Sequence[Curve],
+    x_title: str,
+    y_title: str,
+    is_log: bool = False,
+    revision: str = "",
+    is_from_zero: bool = False,
+) -> go.Figure:
+    """Draw curves over each other; what is not smoothed is faint where there is a smoothed one.
+
+    Args:
+        is_log: a logarithmic y axis; values that have no logarithm are left out.
+        revision: as long as it is the same, the person's zoom and choice of curves stay.
+        is_from_zero: the y axis begins at zero.
+    """
+    traces = [trace for number, curve in enumerate(curves) for trace in _trace_curve(curve, number)]
+    figure = go.Figure(traces, _lay_out(x_title, y_title, revision))
+    if not any(len(curve.xs) for curve in curves):
+        _say_nothing_yet(figure)
+    if is_from_zero:
+        figure.update_yaxes(rangemode="tozero")
+    if len(curves) > 1:
+        figure.update_layout(showlegend=True, height=_HEIGHT + _LEGEND_HEIGHT * len(curves))
+    if is_log:
+        # A zoom is kept in the axis's own numbers, which are logarithms here: it cannot outlive the change.
+        figure.update_yaxes(type="log", uirevision=f"{revision} log", exponentformat="power")
+    return figure
+
+
+def draw_bars(
+    ranks: Sequence[int], bars: Mapping[str, Sequence[float | None]], line: tuple[str, float] | None, y_title: str
+) -> go.Figure:
+    """Draw bars for each rank, side by side, and a line across all of them.
+
+    Args:
+        bars: by name, a value for each rank.
+        line: its name and height.
+    """
+    names = [f"rank {rank}" for rank in ranks]
+    traces: list[go.Bar | go.Scatter] = [
+        go.Bar(
+            x=names,
+            y=values,
+            name=name,
+            marker={
+                "color": _COLOURS[number],
+                "pattern": {"shape": ("", "/", ".")[number % 3], "bgcolor": _COLOURS[number], "fgcolor": "white"},
+            },
+        )
+        for number, (name, values) in enumerate(bars.items())
+    ]
+    figure = go.Figure(traces, _lay_out("", y_title, "bars"))
+    figure.update_layout(showlegend=True, barmode="group", bargap=0.3)
+    if line is not None:
+        figure.add_hline(y=line[1], line={"color": _TEXT, "dash": "dash"})
+        # Its name stands in the legend: beside the line it would stand on the bars.
+        figure.add_scatter(x=[None], y=[None], name=line[0], mode="lines", line={"color": _TEXT, "dash": "dash"})
+        # A line of the layout does not count when the axis is fitted.
+        highest = max((value for values in bars.values() for value in values if value is not None), default=0.0)
+        figure.update_yaxes(range=[0, 1.15 * max(highest, line[1])])
+    if not any(value is not None for values in bars.values() for value in values):
+        _say_nothing_yet(figure)
+    return figure
+
+
+def _say_nothing_yet(figure: go.Figure) -> None:
+    """Say so in place of axes: without points they would have numbers that mean nothing."""
+    figure.add_annotation(
+        text="Nothing logged yet", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=14
+    )
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    figure.update_layout(height=_HEIGHT // 2)
+
+
+def _trace_curve(curve: Curve, number: int) -> list[go.Scatter]:
+    colour = _COLOURS[number % len(_COLOURS)]
+    dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]  # no two of 30 curves look alike
+    marker = {"symbol": _MARKERS[number % len(_MARKERS)], "size": 6}
+    is_smoothed = len(curve.smoothed) > 0
+    xs = np.asarray(curve.xs, dtype=np.float64)
+    common = {"x": xs, "name": curve.name, "legendgroup": curve.name, "connectgaps": False}
+    mode = "lines+markers" if len(xs) <= _FEW_POINTS else "lines"
+    raw = go.Scatter(
+        y=np.asarray(curve.ys, dtype=np.float32),
+        mode="lines" if is_smoothed else mode,
+        line={"color": colour, "width": 1 if is_smoothed else 2, "dash": dash if not is_smoothed else "solid"},
+        marker=marker,
+        opacity=0.35 if is_smoothed else 1,
+        showlegend=not is_smoothed,
+        hoverinfo="skip" if is_smoothed else "all",
+        **common,
+    )
+    if not is_smoothed:
+        return [raw]
+    smoothed = go.Scatter(
+        y=np.asarray(curve.smoothed, dtype=np.float32),
+        mode=mode,
+        line={"color": colour, "width": 2.5, "dash": dash},
+        marker=marker,
+        **common,
+    )
+    return [raw, smoothed]
+
+
+def _lay_out(x_title: str, y_title: str, revision: str) -> dict:
+    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True}
+    return {
+        "template": "none",
+        "height": _HEIGHT,
+        "margin": {"l": 56, "r": 12, "t": 12, "b": 48},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": _TEXT, "size": 12},
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": "#333", "bordercolor": "#333", "font": {"color": "#fff"}},
+        "showlegend": False,
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        "xaxis": axis | {"title": {"text": x_title, "standoff": 6}},
+        "yaxis": axis | {"title": {"text": y_title}},
+        "uirevision": revision or "constant",
+    }

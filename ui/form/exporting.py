@@ -1,0 +1,118 @@
+"""What is asked of a merge, a verification or an upload, checked as the command line checks it, before a job starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from lorashard.errors import ConfigError
+from lorashard.runs_root import find_run
+from lorashard.use_options import MergeOptions, VerifyOptions
+
+from ..running.packing import find_adapter_run, has_adapter
+
+# What a merged model's base has, of an adapter that was trained on a quantised one; the first is what merging does.
+AS_TRAINED = "as in training, dequantised"
+MERGED_BASES = {
+    AS_TRAINED: [],
+    "the original numbers": ["--quantization", "none"],
+    "as in training, merged and quantised to nf4 again": ["--requantize", "nf4"],
+    "as in training, merged and quantised to int8 again": ["--requantize", "int8"],
+}
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge that may start: where the adapter is, where the model goes, and the options beside these."""
+
+    run_folder: Path
+    out: Path
+    options: list[str]
+
+
+def check_merge(
+    root: Path,
+    name: str | None,
+    out_name: str,
+    dtype: str,
+    device_words: Sequence[str],
+    repo: str,
+    is_private: bool,
+    base_words: Sequence[str] = (),
+) -> Merge:
+    """Return what to merge and where to.
+
+    Args:
+        base_words: such as those of `MERGED_BASES`.
+
+    Raises:
+        ConfigError: something is wrong with a field.
+    """
+    folder = find_adapter_run(root, name)
+    try:
+        out = find_run(root, out_name.strip())
+    except ConfigError as error:
+        raise ConfigError(f"out: {error}") from error
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out: {out} exists and is not an empty folder: give another name, or remove it first")
+    options = ["--dtype", dtype, *base_words, *device_words]
+    if repo.strip():
+        options += ["--push_to_hub", check_repo(repo), "--hub_private_repo", str(is_private).lower()]
+    MergeOptions.read([str(folder), str(out), *options])
+    return Merge(folder, out, options)
+
+
+def check_verify(
+    root: Path, name: str | None, merged_name: str | None, device_words: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """Return the run to verify, and the options.
+
+    Raises:
+        ConfigError: something is wrong with a field.
+    """
+    folder = find_adapter_run(root, name)
+    options = ["--merged", str(find_run(root, merged_name))] if merged_name else []
+    options += device_words
+    VerifyOptions.read([str(folder), *options])
+    return folder, options
+
+
+def check_repo(repo: str) -> str:
+    """Return the id of a repo of the hub that can be written to from here.
+
+    Raises:
+        ConfigError: it is no id, or nobody is logged in.
+    """
+    repo = repo.strip()
+    if "://" in repo:  # it may hold a password, so it is not repeated
+        raise ConfigError("repo: expected an id of yours, org/name, found an address with '://'")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        why = f" ({error})" if repo else ""
+        raise ConfigError(f"repo: expected an id of yours, org/name, found {repo!r}{why}") from error
+    if "/" not in repo:
+        raise ConfigError(f"repo: expected an id of yours, org/name, found {repo!r}")
+    if not is_logged_in():
+        raise ConfigError("repo: nobody is logged in to the Hugging Face hub here: run `hf auth login` in a terminal")
+    return repo
+
+
+def is_logged_in() -> bool:
+    """Tell whether there is a token of the hub, whatever it may do."""
+    return get_token() is not None
+
+
+def list_merged(root: Path) -> list[str]:
+    """Return the names of the folders that hold a whole model, and no adapter."""
+    found = [
+        path.parent.name
+        for path in root.glob("*/config.json")
+        if any(path.parent.glob("model*.safetensors")) and not has_adapter(path.parent)
+    ]
+    return sorted(found)

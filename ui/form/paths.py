@@ -1,0 +1,161 @@
+"""What a browser may name: files and folders of few places, and no code of others.
+
+A browser is anybody who has reached the server. Options reach files by many doors (a dataset, a chat template, TRL's
+own options that take a file), and code by some: all are checked here, by what they hold and not only by their names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from lorashard.errors import ConfigError
+
+# May be a path, or the id of something on the hub.
+_HUB_OPTIONS = frozenset(
+    ("model_name_or_path", "dataset", "eval_dataset", "reward_model_name_or_path", "chat_template_path", "base")
+)
+# A path if it is text at all. `accelerator_config` is a JSON file's where it is not the mapping itself.
+_PATH_OPTIONS = frozenset(("output_dir", "resume_from_checkpoint", "accelerator_config")) | _HUB_OPTIONS
+_DATASETS = ("dataset", "eval_dataset")
+# Words for people and models, and patterns of modules' names: nothing opens a file by them.
+_FREE_TEXT = frozenset(
+    ("sample_prompts", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "unit_paths")
+    + ("optim_target_modules", "eos_token", "dataset_text_field", "run_name", "project")
+)
+_RESUMES = ("auto", "true", "false")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# In any mapping that is handed on to a library.
+_CODE_KEYS = ("trust_remote_code", "custom_generate", "remote_code", "use_kernels")
+_NAMED_REWARDS = re.compile(r"\w+")
+
+
+class Allowed:
+    """Which options a browser may set to what.
+
+    Args:
+        root: the folder of the runs; everything in it may be read.
+        folders: others, as the person who started the server chose them.
+        trusts_code: whether models' own code and functions by import path may run.
+    """
+
+    def __init__(self, root: Path, folders: Sequence[Path] = (), trusts_code: bool = False) -> None:
+        # Not the whole of HF_HOME, which holds tokens.
+        caches = [constants.HF_HUB_CACHE, _find_datasets_cache()]
+        self._root = os.path.realpath(root)
+        self._own = [self._root, *(os.path.realpath(folder) for folder in folders)]
+        self._folders = [*self._own, *(os.path.realpath(folder) for folder in caches)]
+        self.trusts_code = trusts_code
+
+    def check(self, path: str, option: str) -> None:
+        """Refuse a path that leads elsewhere, by whatever links; ids of the hub pass where they are meant to.
+
+        Raises:
+            ConfigError: it lies outside, which is all that is told of it: not whether it is there.
+        """
+        if "://" in path or "\0" in path:  # it may hold a password, so it is not repeated
+            raise ConfigError(f"{option}: expected a path or a hub id such as org/name, found an address with '://'")
+        if option in _HUB_OPTIONS and _HUB_ID.fullmatch(path) and ".." not in path and not os.path.lexists(path):
+            if option in _DATASETS and path in _list_builders():  # they take the files of the server's own folder
+                raise ConfigError(
+                    f"{option}: expected a file, a folder or a hub id, found the datasets library's {path!r}"
+                )
+            return
+        real = os.path.realpath(os.path.expanduser(path))
+        if not any(real == folder or real.startswith(folder.rstrip(os.sep) + os.sep) for folder in self._folders):
+            raise ConfigError(
+                f"{option}: {path!r} lies outside of the folders that this server may read: give one in "
+                f"{', '.join(self._own)} or the Hugging Face cache, or start it with --allow FOLDER"
+            )
+
+    def check_options(self, values: Mapping[str, Any]) -> None:
+        """Refuse options that reach files or code which a browser may not.
+
+        Args:
+            values: of options by their true names, parsed.
+
+        Raises:
+            ConfigError: the first that is refused.
+        """
+        for name, value in values.items():
+            if not self.trusts_code:
+                _refuse_code(name, value)
+            for text in _find_texts(value):
+                if name == "output_dir" and os.path.dirname(os.path.realpath(text)) != self._root:
+                    raise ConfigError(f"output_dir: expected the folder of a run in {self._root}, found {text!r}")
+                if name in _PATH_OPTIONS:
+                    if text and not (name == "resume_from_checkpoint" and text in _RESUMES):
+                        self.check(text, name)
+                elif name not in _FREE_TEXT and _looks_like_path(text):
+                    self.check(text, name)
+
+
+def _refuse_code(name: str, value: Any) -> None:
+    advice = "start the server with --trust_remote_code if you trust all who reach it"
+    if name == "trust_remote_code" and value:
+        raise ConfigError(f"trust_remote_code: this server runs no code that comes with models: {advice}")
+    if name == "reward_funcs":
+        for reward in value or []:
+            if not _NAMED_REWARDS.fullmatch(str(reward)):
+                raise ConfigError(
+                    f"reward_funcs: this server takes TRL's own rewards by name, found {reward!r}, and imports no "
+                    f"functions: {advice}"
+                )
+    # A hub repository with compiled kernels, which transformers downloads and runs.
+    if name == "attn_implementation" and isinstance(value, str) and not re.fullmatch(r"\w+(\|\w+)?", value):
+        raise ConfigError(
+            f"attn_implementation: expected a name such as sdpa or flash_attention_2, found {value!r}; this server "
+            f"runs no code from the hub: {advice}"
+        )
+    for key, inner in _find_pairs(value):
+        if key in _CODE_KEYS and inner:
+            raise ConfigError(f"{name}: {key} would run code of others, which this server does not: {advice}")
+
+
+def _looks_like_path(text: str) -> bool:
+    if text.startswith(("/", "~", ".")) or "://" in text or "\0" in text or ".." in re.split(r"[/\\]", text):
+        return True
+    return ("/" in text or "." in text) and len(text) < 4096 and os.path.lexists(text)
+
+
+def _find_texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value, those of keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _find_texts(key)
+            yield from _find_texts(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _find_texts(inner)
+
+
+def _find_pairs(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key and its value, at any depth."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key), inner
+            yield from _find_pairs(inner)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for inner in value:
+            yield from _find_pairs(inner)
+
+
+def _find_datasets_cache() -> str:
+    """Return where the datasets library keeps its own, which is slow to import."""
+    return os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets")
+
+
+def _list_builders() -> list[str]:
+    """Return the names that the datasets library takes for its own readers of files, before it asks the hub."""
+    spec = importlib.util.find_spec("datasets")
+    if spec is None or spec.origin is None:
+        return []
+    return [entry.name for entry in (Path(spec.origin).parent / "packaged_modules").iterdir() if entry.is_dir()]

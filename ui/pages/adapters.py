@@ -1,0 +1,60 @@
+"""What the pages "Chat" and "Export" begin with: a run that has an adapter, and the devices to use it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import gradio as gr
+
+from lorashard.errors import ConfigError
+
+from ..desk import Desk
+from ..drawing.markup import Markup, link, note, tag
+from ..running.packing import has_adapter
+
+
+def make_choice() -> tuple[gr.Dropdown, gr.CheckboxGroup, gr.Number]:
+    """Add the fields for the run, its GPUs and its CPU ranks to the row that is being built."""
+    run = gr.Dropdown([], label="Run", scale=3, min_width=180)
+    gpus = gr.CheckboxGroup([], label="GPUs (none ticked: the CPU)", visible=False, scale=3, min_width=180)
+    ranks = gr.Number(1, label="CPU ranks", precision=0, scale=1, min_width=100)
+    return run, gpus, ranks
+
+
+def find_adapters(desk: Desk, request: gr.Request) -> tuple[list[str], str]:
+    """Return the runs that have an adapter, and the one that the page's address names, or an empty text."""
+    names = [row.name for row in desk.runs.list() if has_adapter(desk.root / row.name)]
+    return names, request.query_params.get("run", "")
+
+
+def draw_empty(asked_for: str, names: Sequence[str], advice: str, other: tuple[str, str]) -> Markup:
+    """Say what to do where there is no adapter.
+
+    Args:
+        asked_for: the run that has none; empty where no run has one.
+        names: the runs that have one.
+        advice: what an adapter would be good for here.
+        other: the page, and the words, of the link to the other runs.
+    """
+    if asked_for:
+        first = note(
+            f"There is no adapter of a run {asked_for!r} yet: it saves one at its first checkpoint.", "warning"
+        )
+        more = [link("run", "See how it goes", "button", name=asked_for)]
+        more += [link(*other, "button")] if names else []
+        return tag("div", first, tag("div", *more, class_="links"))
+    text = tag("p", tag("strong", "No run has an adapter yet."), f" {advice}")
+    return tag("div", text, tag("p", link("new", "New run", "button button-primary")))
+
+
+def find_device_words(gpus: Sequence[int], ranks: float | None) -> list[str]:
+    """Return what the command line calls the devices.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if gpus:
+        return ["--gpus", ",".join(str(index) for index in sorted(gpus)) + ("," if len(gpus) == 1 else "")]
+    if ranks is None:
+        raise ConfigError("cpu: expected a number of ranks, found nothing")
+    return ["--cpu", str(int(ranks))]

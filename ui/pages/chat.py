@@ -1,0 +1,270 @@
+"""The page "Chat": talk to a run's adapter and to its base, side by side."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import gradio as gr
+
+from lorashard.errors import ConfigError
+from lorashard.gpus import list_gpus
+
+from ..desk import Desk
+from ..drawing.markup import Markup, join, link, note, tag
+from ..running.chatting import Chat, End, Piece, Waiting
+from .adapters import draw_empty, find_adapters, find_device_words, make_choice
+from .refreshing import Parts, make_html, show_if_any
+from .runs import draw_gpus
+
+_REFRESH_S = 1.0
+_STREAM_S = 0.1
+_SOURCES = {"base": "Base", "adapter": "With the adapter"}
+_NO_TALK = json.dumps({source: [] for source in _SOURCES})
+
+# What was said, by source: `role` and `content` as in a chat template, and a `note` on how an answer ended.
+Talk = dict[str, list[dict[str, str]]]
+
+
+def build(desk: Desk) -> None:
+    """Add the page's components and events to the page that is being built."""
+    timer = gr.Timer(_REFRESH_S)
+    # Kept by the browser: a server that was started again, or a model that was unloaded, goes on with it.
+    talks = gr.Textbox(visible=False, value=_NO_TALK)
+    make_html(tag("h1", "Chat"))
+    empty = make_html(visible=False)
+    with gr.Column(visible=False) as body:
+        with gr.Row(equal_height=True):
+            run, gpus, ranks = make_choice()
+            load = gr.Button("Load", scale=1, min_width=100)
+            unload = gr.Button("Unload", scale=1, min_width=100)
+        free = make_html(visible=False)
+        state = make_html()
+        with gr.Row():
+            panes = {}
+            for source in _SOURCES:
+                with gr.Column(min_width=300):
+                    panes[source] = make_html(draw_talk(source, []))
+        told = make_html(visible=False)
+        question = gr.Textbox(
+            "", label="Message", placeholder="Enter sends, Shift+Enter begins a new line", lines=1, max_lines=8
+        )
+        with gr.Row():
+            send = gr.Button("Send", variant="primary", min_width=90)
+            stop = gr.Button("Stop", interactive=False, min_width=90)
+            reset = gr.Button("Reset", min_width=90)
+        with gr.Accordion("Settings", open=False), gr.Row():
+            asks_base = gr.Checkbox(True, label="Ask the base too", min_width=160)
+            system = gr.Textbox("", label="System message", min_width=260)
+            temperature = gr.Slider(
+                0, 2, 0.7, step=0.05, label="Temperature", info="0 takes the most probable token", min_width=200
+            )
+            max_new_tokens = gr.Number(256, label="Longest answer, in tokens", precision=0, min_width=120)
+            seed = gr.Number(42, label="Seed", precision=0, min_width=120)
+    parts = Parts(free=free, state=state)
+    devices = [run, gpus, ranks]
+
+    def arrive(request: gr.Request) -> dict[Any, Any]:
+        names, asked_for = find_adapters(desk, request)
+        if not names or (asked_for and asked_for not in names):
+            text = draw_empty(asked_for, names, "Train one, and talk to it here.", ("chat", "Talk to another"))
+            return {empty: gr.update(value=text, visible=True)}
+        ids = [gpu.index for gpu in list_gpus()]
+        return {
+            body: gr.update(visible=True),
+            run: gr.update(choices=names, value=asked_for or names[0]),
+            gpus: gr.update(choices=[(f"GPU {i}", i) for i in ids], value=ids, visible=bool(ids)),
+        }
+
+    def refresh(seen: str, name: str | None) -> dict[Any, Any]:
+        if not name:
+            return gr.skip()
+        found = list_gpus()
+        others = [chat.name for chat in desk.chats.list() if chat.name != name]
+        shown = {
+            "free": show_if_any(draw_gpus(found) if found else ""),
+            "state": draw_state(desk.chats.find(name), others),
+        }
+        return parts.send(seen, shown)
+
+    def begin_loading(name: str | None, gpus: Sequence[int], ranks: float | None) -> Any:
+        try:
+            desk.chats.load(name or "", find_device_words(gpus, ranks))
+            return show_if_any("")
+        except ConfigError as error:
+            return show_if_any(note(str(error), "error"))
+
+    def end_loading(name: str | None) -> Any:
+        if (chat := desk.chats.find(name or "")) is not None:
+            chat.unload()
+        return show_if_any("")
+
+    def answer(
+        kept: str,
+        text: str,
+        name: str | None,
+        gpus: Sequence[int],
+        ranks: float | None,
+        asks_base: bool,
+        system: str,
+        temperature: float,
+        max_new_tokens: float | None,
+        seed: float | None,
+        request: gr.Request,
+    ) -> Iterator[dict[Any, Any]]:
+        if not text.strip():
+            yield {told: show_if_any(note("type a message first", "error"))}
+            return
+        sources = list(_SOURCES) if asks_base else ["adapter"]
+        before: Talk = json.loads(kept)
+        exchange = Exchange(before, text, sources)
+        yield {
+            question: "",
+            send: gr.update(interactive=False),
+            stop: gr.update(interactive=True),
+            told: show_if_any(""),
+            **{panes[source]: draw_talk(source, exchange.talk[source]) for source in sources},
+        }
+        problem, unsent = "", gr.skip()
+        try:
+            chat = desk.chats.find(name or "")
+            if chat is None or not chat.is_alive:
+                chat = desk.chats.load(name or "", find_device_words(gpus, ranks))
+            settings = collect_settings(temperature, max_new_tokens, seed)
+            for event in chat.answer(str(request.session_hash), exchange.write_prompts(system), settings):
+                if isinstance(event, Waiting):
+                    yield {told: show_if_any(note(event.sentence))}
+                    continue
+                exchange.take(event)
+                pane = draw_talk(event.source, exchange.talk[event.source])
+                yield {told: show_if_any(""), panes[event.source]: pane}
+                time.sleep(_STREAM_S)  # what comes meanwhile is sent together
+        except ConfigError as error:
+            problem = note(str(error), "error")
+            unsent = gr.skip() if exchange.has_answer else text
+        after = exchange.close()
+        yield {
+            question: unsent,
+            send: gr.update(interactive=True),
+            stop: gr.update(interactive=False),
+            told: show_if_any(problem),
+            talks: json.dumps(after),
+            **{panes[source]: draw_talk(source, after[source]) for source in _SOURCES},
+        }
+
+    def cancel(name: str | None, request: gr.Request) -> None:
+        if (chat := desk.chats.find(name or "")) is not None:
+            chat.cancel(str(request.session_hash))
+
+    def forget(name: str | None, request: gr.Request) -> list[Any]:
+        cancel(name, request)
+        return [_NO_TALK, show_if_any(""), *(draw_talk(source, []) for source in panes)]
+
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    refreshed = {"fn": refresh, "inputs": [parts.seen, run], "outputs": parts.outputs} | quiet
+    gr.on(None, arrive, None, [empty, body, run, gpus], **quiet).then(**refreshed)
+    timer.tick(**refreshed)
+    load.click(begin_loading, devices, told, **quiet).then(**refreshed)
+    unload.click(end_loading, run, told, **quiet).then(**refreshed)
+    asked = [talks, question, *devices, asks_base, system, temperature, max_new_tokens, seed]
+    changed = [question, send, stop, told, talks, *panes.values()]
+    gr.on([send.click, question.submit], answer, asked, changed, **quiet)
+    stop.click(cancel, run, None, **quiet)
+    reset.click(forget, run, [talks, told, *panes.values()], **quiet)
+    run.input(forget, run, [talks, told, *panes.values()], **quiet).then(**refreshed)
+
+
+class Exchange:
+    """A question to one or two sources, and what they have said of it so far."""
+
+    def __init__(self, talk: Talk, text: str, sources: Sequence[str]) -> None:
+        question = {"role": "user", "content": text}
+        self._before = talk
+        self._sources = sources
+        self._ended: set[str] = set()
+        self.talk = talk | {source: [*talk[source], question] for source in sources}
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether anything has been answered."""
+        return any(self.talk[source][-1]["role"] == "assistant" for source in self._sources)
+
+    def write_prompts(self, system: str) -> Talk:
+        """Return the messages that each source answers."""
+        first = [{"role": "system", "content": system}] if system.strip() else []
+        return {
+            source: first + [{name: said[name] for name in ("role", "content")} for said in self.talk[source]]
+            for source in self._sources
+        }
+
+    def take(self, event: Piece | End) -> None:
+        """Go on with an answer, or end it."""
+        talk = self.talk[event.source]
+        if talk[-1]["role"] != "assistant":
+            talk.append({"role": "assistant", "content": ""})
+        if isinstance(event, Piece):
+            talk[-1]["content"] += event.text
+        else:
+            talk[-1]["note"] = describe_end(event)
+            self._ended.add(event.source)
+
+    def close(self) -> Talk:
+        """Return what is to be kept: a question that a source has not answered at all is forgotten by it."""
+        kept = dict(self.talk)
+        for source in self._sources:
+            last = kept[source][-1]
+            if last["role"] != "assistant" or (not last["content"] and "stopped" in last.get("note", "")):
+                kept[source] = self._before[source]
+            elif source not in self._ended:
+                last["note"] = "cut off"
+        return kept
+
+
+def collect_settings(temperature: float, max_new_tokens: float | None, seed: float | None) -> dict[str, Any]:
+    """Return how to answer, as `lorashard chat --json` is asked; an empty field is as on its command line."""
+    settings: dict[str, Any] = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+    numbers = {"max_new_tokens": max_new_tokens, "seed": seed}
+    return settings | {name: int(value) for name, value in numbers.items() if value is not None}
+
+
+def describe_end(end: End) -> str:
+    """Say how an answer ended."""
+    count = f"{end.num_tokens} {'token' if end.num_tokens == 1 else 'tokens'} in {end.seconds:.1f} s"
+    if end.is_cancelled:
+        return f"{count}, stopped"
+    return f"{count}, cut at the longest answer" if end.is_cut else count
+
+
+def draw_talk(source: str, messages: Sequence[dict[str, str]]) -> Markup:
+    """Return a conversation. What a model says is shown as the text that it is, never as markup of any kind."""
+    turns = []
+    for message in messages:
+        is_user = message["role"] == "user"
+        name = tag("div", "You" if is_user else _SOURCES[source], class_="who")
+        content = tag("div", message["content"], class_="said", dir="auto")
+        more = tag("div", message["note"], class_="subdued") if message.get("note") else Markup("")
+        turns.append(tag("div", name, content, more, class_=f"turn turn-{'user' if is_user else 'model'}"))
+    if messages and messages[-1]["role"] == "user":
+        turns.append(tag("div", "\u2026", class_="turn turn-model", aria_label="no answer yet"))
+    if not turns:
+        turns.append(tag("p", "Nothing said yet.", class_="subdued"))
+    title = tag("h2", _SOURCES[source])
+    talk = tag("div", tag("div", *turns), class_="talk", role="region", tabindex=0, aria_label=_SOURCES[source])
+    return join((title, talk))
+
+
+def draw_state(chat: Chat | None, others: Sequence[str]) -> Markup:
+    """Say whether the model is loaded, and which others are."""
+    if chat is None:
+        main = note("Not loaded: Load does it, and so does the first message.")
+    elif chat.state == "ended":
+        main = note(f"Not loaded: {chat.describe()}", "info" if chat.is_unloaded else "warning")
+    else:
+        where = " ".join(chat.device_words)
+        main = note(f"{chat.state.capitalize()} ({where}): {chat.describe()}")
+    if not others:
+        return main
+    there = join((link("chat", name, run=name) for name in others), ", ")
+    return join((main, tag("p", "Loaded too: ", there, class_="subdued")))

@@ -1,0 +1,246 @@
+"""The page "Export": take an adapter along: as a file, merged into its base, checked, on the hub."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from lorashard.disk import show_bytes
+from lorashard.errors import ConfigError
+from lorashard.gpus import list_gpus
+
+from ..desk import Desk
+from ..drawing.markup import Markup, badge, link, note, table, tag
+from ..drawing.wording import show_duration, show_time
+from ..form import exporting
+from ..reading.summaries import find_quantization, read_options
+from ..reading.tails import read_end
+from ..reading.taming import show_safely
+from ..running.jobs import Job, merge_words, push_words, verify_words
+from ..running.packing import find_adapter_run, pack_adapter
+from .adapters import draw_empty, find_adapters, find_device_words, make_choice
+from .refreshing import Parts, make_html, show_if_any
+
+_REFRESH_S = 2.0
+_LOG_BYTES = 1 << 16
+_LOG_LINES = 200
+_DTYPES = ["auto", "bfloat16", "float16", "float32"]
+_ADAPTER_ITSELF = "the adapter itself"
+_ALL_JOBS = 20
+
+
+def build(desk: Desk) -> None:
+    """Add the page's components and events to the page that is being built."""
+    timer = gr.Timer(_REFRESH_S)
+    make_html(tag("h1", "Export"))
+    empty = make_html(visible=False)
+    with gr.Column(visible=False) as body:
+        with gr.Row(equal_height=True):
+            run, gpus, ranks = make_choice()
+        with gr.Tabs():
+            with gr.Tab("Download"):
+                make_html(tag("p", "The adapter and its tokenizer: plain PEFT files, in a zip."))
+                download = gr.DownloadButton("Download the adapter", variant="primary", interactive=False)
+                download_told = make_html(visible=False)
+            with gr.Tab("Merge"):
+                make_html(tag("p", "Writes the adapter into a copy of its base: a model of its own."))
+                with gr.Row():
+                    out = gr.Textbox("", label="Name of the new folder", info=f"in {desk.root}", min_width=220)
+                    dtype = gr.Dropdown(_DTYPES, value="auto", label="dtype", info="auto is the base's", min_width=140)
+                    merge_repo = gr.Textbox(
+                        "",
+                        label="Upload to (optional)",
+                        placeholder="org/name",
+                        info="a repo of the hub",
+                        min_width=220,
+                    )
+                    merge_private = gr.Checkbox(True, label="Private repo", min_width=120)
+                merged_base = gr.Dropdown(
+                    list(exporting.MERGED_BASES),
+                    value=exporting.AS_TRAINED,
+                    label="Numbers of the base",
+                    info="The base was quantised in training, and the adapter has learnt to work with those numbers",
+                    visible=False,
+                    elem_id="merged-base",
+                )
+                merge = gr.Button("Merge", variant="primary")
+                merge_told = make_html(visible=False)
+            with gr.Tab("Verify"):
+                make_html(
+                    tag(
+                        "p", "Compares logits: of the adapter on its base, loaded by PEFT alone, and of a merged model."
+                    )
+                )
+                merged = gr.Dropdown([_ADAPTER_ITSELF], value=_ADAPTER_ITSELF, label="What to verify")
+                verify = gr.Button("Verify", variant="primary")
+                verify_told = make_html(visible=False)
+            with gr.Tab("Push"):
+                login = make_html()
+                with gr.Row():
+                    repo = gr.Textbox("", label="Repo", placeholder="org/name", min_width=220)
+                    is_private = gr.Checkbox(True, label="Private repo", min_width=120)
+                push = gr.Button("Upload the adapter", variant="primary")
+                push_told = make_html(visible=False)
+    make_html(tag("h2", "Jobs"))
+    jobs = make_html()
+    with gr.Column(visible=False) as one_job:
+        with gr.Row(equal_height=True):
+            job = gr.Dropdown([], label="Log of", scale=4, min_width=200)
+            cancel = gr.Button("Cancel", variant="stop", interactive=False, scale=1, min_width=100)
+        cancel_told = make_html(visible=False)
+        log = gr.Textbox(label="Log", lines=8, max_lines=16, interactive=False, buttons=["copy"], elem_id="job-log")
+    parts = Parts(jobs=jobs, one_job=one_job, job=job, cancel=cancel, log=log, merged=merged, login=login)
+    devices = [gpus, ranks]
+    prepared = [download, download_told, out, merged_base]
+
+    def arrive(request: gr.Request) -> dict[Any, Any]:
+        names, asked_for = find_adapters(desk, request)
+        if not names or (asked_for and asked_for not in names):
+            text = draw_empty(asked_for, names, "Train one, and take it along from here.", ("export", "Another run"))
+            return {empty: gr.update(value=text, visible=True)}
+        ids = [gpu.index for gpu in list_gpus()]
+        return {
+            body: gr.update(visible=True),
+            run: gr.update(choices=names, value=asked_for or names[0]),
+            gpus: gr.update(choices=[(f"GPU {i}", i) for i in ids], visible=bool(ids)),
+        }
+
+    def prepare(name: str | None) -> dict[Any, Any]:
+        if not name:
+            return gr.skip()
+        try:
+            folder = find_adapter_run(desk.root, name)
+            packed = pack_adapter(folder, Path(download.GRADIO_CACHE) / "adapters")
+        except ConfigError as error:
+            return {download: gr.update(interactive=False), download_told: show_if_any(note(str(error), "error"))}
+        label = f"Download the adapter ({show_bytes(packed.stat().st_size)})"
+        return {
+            download: gr.update(value=str(packed), label=label, interactive=True),
+            download_told: show_if_any(""),
+            out: f"{name}-merged",
+            merged_base: gr.update(value=exporting.AS_TRAINED, visible=bool(find_quantization(read_options(folder)))),
+        }
+
+    def refresh(seen: str, chosen: str | None) -> dict[Any, Any]:
+        known = desk.jobs.list()[:_ALL_JOBS]
+        ids = [one.id for one in known]
+        chosen = chosen if chosen in ids else (ids[0] if ids else None)
+        shown = next((one for one in known if one.id == chosen), None)
+        return parts.send(
+            seen,
+            {
+                "jobs": draw_jobs(known),
+                "one_job": gr.update(visible=bool(known)),
+                "job": gr.update(choices=[(name_job(one), one.id) for one in known], value=chosen),
+                "cancel": gr.update(interactive=shown is not None and shown.state == "running"),
+                "log": show_end(shown.log_path) if shown is not None else "",
+                "merged": gr.update(choices=[_ADAPTER_ITSELF, *exporting.list_merged(desk.root)]),
+                "login": draw_login(exporting.is_logged_in()),
+            },
+        )
+
+    def start(name: str | None, kind: str, find_words: Callable[[], list[str]]) -> tuple[Any, Any]:
+        try:
+            desk.jobs.start(kind, name or "", find_words())
+        except ConfigError as error:
+            return show_if_any(note(str(error), "error")), gr.skip()
+        return show_if_any(note("Started: see Jobs below.")), None  # the newest job's log is shown
+
+    def start_merge(
+        name: str | None,
+        gpus: list[int],
+        ranks: float | None,
+        out: str,
+        dtype: str,
+        repo: str,
+        is_private: bool,
+        base: str,
+    ) -> tuple[Any, Any]:
+        def find_words() -> list[str]:
+            devices, base_words = find_device_words(gpus, ranks), exporting.MERGED_BASES[base]
+            asked = exporting.check_merge(desk.root, name, out, dtype, devices, repo, is_private, base_words)
+            return merge_words(asked.run_folder, asked.out, asked.options)
+
+        return start(name, "merge", find_words)
+
+    def start_verify(name: str | None, gpus: list[int], ranks: float | None, merged: str) -> tuple[Any, Any]:
+        def find_words() -> list[str]:
+            model = None if merged == _ADAPTER_ITSELF else merged
+            return verify_words(*exporting.check_verify(desk.root, name, model, find_device_words(gpus, ranks)))
+
+        return start(name, "verify", find_words)
+
+    def start_push(name: str | None, repo: str, is_private: bool) -> tuple[Any, Any]:
+        def find_words() -> list[str]:
+            folder = find_adapter_run(desk.root, name)
+            return push_words(folder, exporting.check_repo(repo), is_private)
+
+        return start(name, "push", find_words)
+
+    def end_job(chosen: str | None) -> Any:
+        try:
+            desk.jobs.cancel(chosen or "")
+            return show_if_any("")
+        except ConfigError as error:
+            return show_if_any(note(str(error), "error"))
+
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    refreshed = {"fn": refresh, "inputs": [parts.seen, job], "outputs": parts.outputs} | quiet
+    packing = {"fn": prepare, "inputs": run, "outputs": prepared} | quiet
+    gr.on(None, arrive, None, [empty, body, run, gpus], **quiet).then(**refreshed).then(**packing)
+    timer.tick(**refreshed)
+    run.input(**packing)
+    job.input(**refreshed)
+    merging = [run, *devices, out, dtype, merge_repo, merge_private, merged_base]
+    merge.click(start_merge, merging, [merge_told, job], **quiet).then(**refreshed)
+    verify.click(start_verify, [run, *devices, merged], [verify_told, job], **quiet).then(**refreshed)
+    push.click(start_push, [run, repo, is_private], [push_told, job], **quiet).then(**refreshed)
+    cancel.click(end_job, job, cancel_told, **quiet).then(**refreshed)
+
+
+def draw_jobs(jobs: Sequence[Job]) -> Markup:
+    """Return the jobs in a table, the newest first."""
+    if not jobs:
+        return tag(
+            "p", "None yet. A merge, a verification or an upload runs on when this page is closed.", class_="subdued"
+        )
+    headers = ("job", "state", "what it says", "begun", "took")
+    return table(headers, [_draw_row(job) for job in jobs], "Jobs", num_text=3, class_="cards")
+
+
+def name_job(job: Job) -> str:
+    """Return what tells a job from others."""
+    return f"{job.kind} {job.run_name}, {show_time(job.begin_s)}"
+
+
+def show_end(log: Path) -> str:
+    """Return the end of a job's log, fit to be shown."""
+    text = read_end(log, _LOG_BYTES).decode("utf-8", "replace")
+    return "\n".join(show_safely(text).splitlines()[-_LOG_LINES:])
+
+
+def draw_login(is_logged_in: bool) -> Markup:
+    """Say how to log in where nobody is."""
+    if is_logged_in:
+        return tag("p", "Uploads the adapter, its tokenizer and its card to the Hugging Face hub.")
+    return note(
+        "Nobody is logged in to the Hugging Face hub on this machine: run `hf auth login` in a terminal. Tokens are "
+        "not taken in the browser.",
+        "warning",
+    )
+
+
+def _draw_row(job: Job) -> list[str]:
+    state: list[str] = [badge(job.state)]
+    if job.state == "running" and job.progress is not None:
+        state.append(tag("progress", value=str(job.progress), max=1, aria_label="progress"))
+    if job.state == "failed":
+        state.append(tag("div", f"exit code {job.exit_code}", class_="subdued"))
+    took_s = None if job.begin_s is None else (job.end_s or time.time()) - job.begin_s
+    said = show_safely(job.last_line or "")
+    name = tag("div", job.kind, " ", link("run", job.run_name, name=job.run_name))
+    return [name, tag("div", *state), said, show_time(job.begin_s), show_duration(took_s)]

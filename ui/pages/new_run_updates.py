@@ -1,0 +1,145 @@
+"""What the page "New run" shows of a form: pure functions from a form to the components' updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import gradio as gr
+
+from lorashard.config import RunConfig, read_known_options, read_own_options
+from lorashard.data.options import DataOptions
+from lorashard.gpus import Gpu
+from lorashard.methods import METHODS, Method
+from lorashard.options import Option
+
+from ..drawing import markup
+from ..form.form import MORE, NAME, Form, describe_option, list_choosable
+from ..form.option_fields import explain, from_text, show_problem
+
+_TOKENIZER = ("model_name_or_path", "model_revision", "trust_remote_code", "chat_template_path", "eos_token")
+_NAMES = {"model_name_or_path": "a model", "dataset": "a dataset"}
+
+
+def list_others(fields: Mapping[str, Any], method: str) -> list[tuple[str, str]]:
+    """Return the options of a method that have no field, each with the beginning of what it is for."""
+    chosen = METHODS[method]
+    options = list_choosable(chosen)
+    described = {name: describe_option(option, chosen)[1] for name, option in options.items() if name not in fields}
+    return [(f"{name}: {text[:100]}", name) for name, text in sorted(described.items())]
+
+
+def update_fields(
+    fields: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return an update of each field: problems in place of explanations, and another method's options and defaults.
+
+    Args:
+        before, now: the `method` and the `problems` that are shown, and those that are to be.
+        texts: of the fields; one that is filled in stays, though the method has no such option.
+    """
+    is_other_method = before["method"] != now["method"]
+    method = METHODS[now["method"]]
+    known = read_known_options(method)
+    options = read_own_options(RunConfig) | known
+    updates = {}
+    for name, field in fields.items():
+        update: dict[str, Any] = {}
+        problem = now["problems"].get(name)
+        if problem != before["problems"].get(name) or (is_other_method and name in known):
+            update["elem_classes"] = ["wrong"] if problem else []
+            update["info"] = show_problem(problem) if problem else _explain(options.get(name), field, method)
+        if is_other_method and name not in (NAME, MORE, "gpus"):
+            update["visible"] = name in known or bool(texts[name])
+            if name in known and isinstance(field, gr.Textbox):
+                update["placeholder"] = describe_option(known[name], method)[0]
+        updates[name] = merge({}, **update)
+    return updates
+
+
+def merge(update: Mapping[str, Any], **properties: Any) -> dict[str, Any]:
+    """Return an update with more properties."""
+    return {**update, **properties, "__type__": "update"}
+
+
+def fill_field(name: str, text: str, gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """Return the update by which a field holds a text."""
+    return gr.update(value=from_text(name, text, gpus))
+
+
+def ask_plan(form: Form) -> list[str] | None:
+    """Return the words to plan for, or None while there is nothing to plan. A plan reads no dataset."""
+    if "model_name_or_path" not in form.values or set(form.problems) - {NAME}:
+        return None
+    values = {name: value for name, value in form.values.items() if name != "dataset"}
+    return Form(form.method, values, form.name).to_words()
+
+
+def ask_preview(form: Form) -> tuple[str, list[str]] | None:
+    """Return the method, and the words that decide what rows look like."""
+    if form.missing or set(form.problems) - {NAME}:
+        return None
+    names = {*DataOptions.model_fields, *_TOKENIZER, "method"}
+    values = {name: value for name, value in form.values.items() if name in names}
+    return form.method.name, Form(form.method, values, form.name).to_words()
+
+
+def ask_model(form: Form) -> str | None:
+    """Return the model to describe."""
+    return form.values.get("model_name_or_path")
+
+
+def summarise(form: Form) -> str:
+    """Return all that is wrong, in a list, or what is still to be given."""
+    if form.problems:
+        lines = [markup.tag("li", problem) for problem in form.problems.values()]
+        return markup.tag(
+            "div", "\u2715 To mend before it can start:", markup.tag("ul", *lines), class_="note note-error"
+        )
+    if form.missing:
+        return markup.note(f"Still to give: {' and '.join(_NAMES[name] for name in form.missing)}.", "warning")
+    return markup.note(f"\u2713 The options are in order. The run will be named {form.name}.")
+
+
+def explain_first(form: Form) -> str | None:
+    """Return why a run cannot start, or None."""
+    if form.problems:
+        return next(iter(form.problems.values()))
+    return f"{form.missing[0]}: it has to be given" if form.missing else None
+
+
+def describe_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is to be known of previewed rows: their format, their tokens, and what keeps one out."""
+    lines = []
+    for row in rows:
+        if row["problem"]:
+            lines.append(markup.tag("li", f"\u2715 {row['place']} cannot be trained on: {row['problem']}"))
+            continue
+        is_cut = row["num_tokens"] < row["num_tokens_before_cut"]
+        cut = f", cut from {row['num_tokens_before_cut']}" if is_cut else ""
+        counts = f"{row['num_tokens']} tokens{cut}, {row['num_supervised_tokens']} learnt"
+        lines.append(markup.tag("li", f"{row['place']}: {counts}"))
+    if not rows:
+        return markup.note("The dataset has no rows.", "error")
+    about = f"Format: {rows[0]['format']}; learnt: {rows[0]['mask_method']}."
+    legend = "What is coloured and marked \u201clearnt\u201d the model learns to write; all else it only reads."
+    return markup.note(about) + markup.tag("ul", *lines) + markup.tag("p", legend, class_="subdued")
+
+
+def highlight(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
+    """Return the rows' text in parts, each with whether it is learnt."""
+    parts: list[tuple[str, str | None]] = []
+    for row in rows:
+        if parts:
+            parts.append(("\n\n", None))
+        for is_learnt, tokens in groupby(row["tokens"], key=lambda token: token[1]):
+            parts.append(("".join(text for text, _ in tokens), "learnt" if is_learnt else None))
+    return parts
+
+
+def _explain(option: Option | None, field: Any, method: Method) -> str:
+    """Return what stands above a field that is right: what its option is for, or what the page says of it."""
+    if option is None or option.name in ("gpus", "cpu"):
+        return field.info or ""
+    return explain(option, method, has_name=field.label != option.name)

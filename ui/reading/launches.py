@@ -1,0 +1,68 @@
+"""Processes that the web UI has started, told from others by when they began, and those that somebody has stopped.
+
+`running.detached` starts them, and waits for the end of each in a process of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lorashard.lock import Owner, find_process
+
+from .series import to_finite
+from .tails import read_json
+
+PROCESS_NAME = ".launcher.json"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process that was started, as the file tells that was left of it.
+
+    Attributes:
+        begin_s: when it was started; 0 where nothing was.
+        process: it, while it lives.
+        is_over: whether it has ended and all is written that will be; before that its exit code may be still to come.
+    """
+
+    begin_s: float
+    process: psutil.Process | None
+    is_over: bool
+
+
+def read_launch(process_file: Path, exit_file: Path) -> Launch:
+    """Return what was started last, by the files that `running.detached` leaves."""
+    said = read_json(process_file)
+    begin_s = to_finite(said.get("begin_s")) or 0.0
+    process = _find_process(said.get("pid"), begin_s)
+    is_over = process is None and (exit_file.exists() or _find_process(said.get("waiter_pid"), begin_s) is None)
+    return Launch(begin_s, process, is_over)
+
+
+def _find_process(pid: Any, begin_s: float) -> psutil.Process | None:
+    try:
+        return find_process(int(pid), begin_s)
+    except (TypeError, ValueError, OverflowError):  # what a file that is damaged says
+        return None
+
+
+def find_stopped(owner: Owner | None) -> list[int]:
+    """Return the run's processes on this machine that a signal or a debugger has stopped."""
+    if owner is None or owner.pid is None or not owner.is_here:
+        return []
+    try:
+        launcher = psutil.Process(owner.pid)
+        return [one.pid for one in [launcher, *launcher.children(recursive=True)] if _is_stopped(one)]
+    except psutil.Error:
+        return []
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False

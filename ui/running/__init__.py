@@ -1,0 +1,1 @@
+"""What the server starts and signals: runs, jobs, chats and workers, each a process of its own."""

@@ -1,0 +1,108 @@
+"""Processes that outlive the web UI: each has a session of its own, and its exit code is left in a file.
+
+`start` runs this file as a script. The script becomes two processes: one that ends once the command runs, so that
+nothing is left of it to wait for, and one that waits for the command's end. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# What belongs to the server, to a launcher around it or to a run's own processes, and would mislead a command.
+_OTHERS_PREFIXES = ("GRADIO_", "TORCHELASTIC_", "ACCELERATE_")
+_OTHERS_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LORASHARD_RESULT_FILE",
+    "LORASHARD_RESTARTS",
+    "LORASHARD_TERMINAL_FD",
+)
+_COULD_NOT_START = 127  # a shell's
+START_S = 30.0  # a start may take so long
+
+
+def start(command: Sequence[str], log: Path, exit_file: Path, process_file: Path) -> None:
+    """Start a command, and return when it runs or could not be started.
+
+    Args:
+        log: gets its output, after what is there.
+        exit_file: gets `exit_code`, 128 + n for one that signal n has ended, and `time`, when it has ended.
+        process_file: gets its `pid`, its `begin_s`, and the `waiter_pid` of who waits for its end.
+
+    Raises:
+        OSError, subprocess.SubprocessError: no process could be started at all.
+    """
+    words = [sys.executable, "-P", __file__, str(log), str(exit_file), str(process_file), *command]
+    subprocess.run(
+        words,
+        env=build_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=START_S,
+        check=False,
+    )
+
+
+def build_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what belongs to the server alone."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_OTHERS_PREFIXES) and name not in _OTHERS_VARIABLES
+    }
+
+
+def main() -> None:
+    """Be the script: start the command, and wait for it."""
+    log, exit_file, process_file, *command = sys.argv[1:]
+    is_started, say_started = os.pipe()
+    if os.fork():
+        os.close(say_started)
+        os.read(is_started, 1)  # ends too when the other does
+        return
+    os.close(is_started)
+    os.setsid()
+    # A server under nohup ignores hang-ups, and one in the background of a shell Ctrl-C: its runs shall hear theirs.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    with open(log, "ab", buffering=0) as output:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        except OSError as error:
+            output.write(f"lorashard: error: {command[0]} cannot be started: {error.strerror}\n".encode())
+            _replace(exit_file, {"exit_code": _COULD_NOT_START, "time": time.time()})
+            return
+    _replace(process_file, {"pid": process.pid, "begin_s": time.time(), "waiter_pid": os.getpid()})
+    os.write(say_started, b"1")
+    os.close(say_started)
+    code = process.wait()
+    _replace(exit_file, {"exit_code": code if code >= 0 else 128 - code, "time": time.time()})
+
+
+def _replace(path: str, content: dict[str, Any]) -> None:
+    """Write a file, all of it or nothing; a folder that is gone wants it no more."""
+    partial = f"{path}.partial"
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(partial, path)
+    except FileNotFoundError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""An adapter as one file to download: what PEFT and its tokenizer need, and nothing else of a run's folder."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zipfile
+from pathlib import Path
+
+from lorashard.errors import ConfigError
+from lorashard.manifest import find_newest, list_checkpoints
+from lorashard.runs_root import find_run
+
+_NO_ADAPTER = "has saved no adapter yet: wait for its first checkpoint, or save it now"
+_NEEDED = ("adapter_config.json", "adapter_model.safetensors")
+_MORE = (
+    "README.md",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Tell whether a run's folder has an adapter: its last, or one in a checkpoint."""
+    return (folder / "adapter_config.json").is_file() or bool(list_checkpoints(folder))
+
+
+def find_adapter_run(root: Path, name: str | None) -> Path:
+    """Return the folder of a run that has an adapter.
+
+    Raises:
+        ConfigError: there is none of that name, or it has no adapter.
+    """
+    if not name:
+        raise ConfigError("no run: choose one")
+    folder = find_run(root, name)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no run {name!r}")
+    if not has_adapter(folder):
+        raise ConfigError(f"{name} {_NO_ADAPTER}")
+    return folder
+
+
+def list_adapter_files(run_folder: Path) -> list[Path]:
+    """Return the files of a run's adapter: of its last, or else of its newest whole checkpoint.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    folder: Path | None = run_folder
+    if not _is_whole(run_folder):
+        folder = find_newest(run_folder)
+    if folder is None or not _is_whole(folder):
+        raise ConfigError(f"{run_folder.name} {_NO_ADAPTER}")
+    return [folder / name for name in (*_NEEDED, *_MORE) if _is_plain(folder / name)]
+
+
+def pack_adapter(run_folder: Path, folder: Path) -> Path:
+    """Return a zip of a run's adapter in `folder`, which is made anew where the adapter is another.
+
+    Raises:
+        ConfigError: it has no adapter.
+    """
+    files = list_adapter_files(run_folder)
+    out = folder / f"{run_folder.name}-adapter.zip"
+    newest_ns = max(path.stat().st_mtime_ns for path in files)
+    if out.is_file() and out.stat().st_mtime_ns == newest_ns:
+        return out
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{out.name}.{secrets.token_hex(4)}.partial"  # two tabs may pack at the same time
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as packed:  # weights do not get smaller
+            for path in files:
+                packed.write(path, f"{run_folder.name}-adapter/{path.name}")
+        os.utime(partial, ns=(newest_ns, newest_ns))
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return out
+
+
+def _is_whole(folder: Path) -> bool:
+    return all(_is_plain(folder / name) for name in _NEEDED)
+
+
+def _is_plain(path: Path) -> bool:
+    """Tell whether it is a file itself, and no link, which may lead out of the folder."""
+    return path.is_file() and not path.is_symlink()

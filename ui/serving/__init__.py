@@ -1,0 +1,1 @@
+"""The server: its options, who may come in, what may be asked of it."""

@@ -1,0 +1,86 @@
+"""Who may come in, and the sessions of those who have."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from pathlib import Path
+
+from lorashard.errors import ConfigError
+
+SESSION_S = 7 * 24 * 3600
+_MAX_SESSIONS = 1000
+
+
+class Accounts:
+    """The people whom the server lets in; passwords are kept as salted digests alone."""
+
+    def __init__(self, passwords: dict[str, str]) -> None:
+        self._salt = secrets.token_bytes(16)
+        self._digests = {user: self._digest(password) for user, password in passwords.items()}
+        self._nobody = secrets.token_bytes(32)
+        self._sessions: dict[str, float] = {}
+
+    @classmethod
+    def read(cls, auth: str) -> Accounts:
+        """Make the accounts that `--auth` gives: a file of lines `user:password`, or one such pair.
+
+        Raises:
+            ConfigError: nothing can be read from it, or others than its owner can read the file. It never repeats what
+                may be a password.
+        """
+        path = Path(auth).expanduser()
+        if ":" in auth and not path.is_file():
+            return cls(dict([_split(auth, "auth")]))
+        try:
+            mode = path.stat().st_mode
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "auth: expected user:password, or a text file with such a line for each user; the file cannot be read "
+                f"({getattr(error, 'strerror', None) or 'it is no text'})"
+            ) from error
+        if mode & 0o077:
+            raise ConfigError(f"auth: others can read {auth}, which holds passwords: chmod 600 {auth}")
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+        pairs = [_split(line, f"{auth}, line {number}") for number, line in lines if line and line[0] != "#"]
+        if not pairs:
+            raise ConfigError(f"auth: expected a line user:password for each user, found none in {auth}")
+        if len(dict(pairs)) < len(pairs):
+            raise ConfigError(f"auth: a user has two lines in {auth}; keep one")
+        return cls(dict(pairs))
+
+    def open_session(self, user: str, password: str) -> str | None:
+        """Return the word that stands for a session, or None if the password is not that of the user.
+
+        It takes as long for a user who is unknown as for a password that is wrong in its last letter.
+        """
+        if not hmac.compare_digest(self._digest(password), self._digests.get(user, self._nobody)):
+            return None
+        now = time.monotonic()
+        kept = sorted((end_s, word) for word, end_s in self._sessions.items() if end_s > now)
+        self._sessions = {word: end_s for end_s, word in kept[-_MAX_SESSIONS + 1 :]}
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = now + SESSION_S
+        return session
+
+    def has_session(self, session: str) -> bool:
+        """Say whether a session has been opened, and is neither over nor closed."""
+        return self._sessions.get(session, 0.0) > time.monotonic()
+
+    def close_session(self, session: str) -> None:
+        """End a session, if it is one."""
+        self._sessions.pop(session, None)
+
+    def _digest(self, password: str) -> bytes:
+        return hashlib.sha256(self._salt + os.fsencode(password)).digest()
+
+
+def _split(pair: str, where: str) -> tuple[str, str]:
+    user, colon, password = pair.partition(":")
+    if not (user.strip() and colon and password):
+        raise ConfigError(f"{where}: expected user:password, with neither of them empty")
+    return user.strip(), password

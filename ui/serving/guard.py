@@ -1,0 +1,204 @@
+"""What stands between the network and the app: hosts, origins, sessions, the addresses that are answered, headers.
+
+Gradio's own checks stay where they are; this one comes first, and answers nothing that a page or a client of this app
+does not need. So what Gradio adds in a later version, or leaves open before the login, is not reachable here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+
+from .accounts import SESSION_S, Accounts
+from .login_page import render_login
+from .options import is_loopback
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Below the app's own pages: what Gradio's frontend and gradio_client ask for.
+_ADDRESSES = re.compile(
+    r"""/(config|theme\.css|favicon\.ico|manifest\.json|robots\.txt|(assets|static|svelte)/.+
+    |gradio_api/(info|openapi\.json|app_id|heartbeat/\w+|startup-events|queue/(join|data)|reset|cancel|upload
+        |upload_progress|(call|run|api)/[\w/-]+|file=/.+))/?""",
+    re.VERBOSE,
+)
+_MAX_LOGIN_BYTES = 4096
+_MAX_BODY_BYTES = 16 * 2**20  # of a request that is no upload
+_MAX_WAITING_LOGINS = 8
+_WRONG_LOGIN_S = 1.0
+_LOGIN_S = 10.0  # for a body of some bytes
+
+_HEADERS = {
+    # Nothing is loaded from, sent to or framed by another host. Gradio's page has inline scripts and styles, and makes
+    # functions from text.
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "media-src 'self' data: blob:; connect-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
+    "base-uri 'self'; form-action 'self'; frame-src 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",  # with `no-referrer` a form of ours comes with the Origin null
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+class Guard:
+    """An ASGI app that hands on to another what may reach it.
+
+    Args:
+        accounts: who may come in; None lets everybody in who reaches the server, which then listens to this machine
+            alone.
+        pages: the addresses of the app's pages, such as `/new`.
+        port: of the server; sessions of two servers of one host have different cookies.
+    """
+
+    def __init__(self, app: App, accounts: Accounts | None, pages: frozenset[str], port: int) -> None:
+        self._app = app
+        self._accounts = accounts
+        self._pages = pages
+        self._cookie = f"lorashard_{port}"
+        self._num_waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or hand it on."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the app has no websockets
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        request = Request(scope, receive)
+        refusal = await self._find_refusal(request)
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                for name in [name for name in headers if name.startswith("access-control-")]:
+                    del headers[name]  # Gradio's: it lets any origin read where the host is not this machine's
+            await send(message)
+
+        if refusal is not None:
+            await refusal(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, _limit(receive, request), send_with_headers)
+
+    async def _find_refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that does not go on to the app."""
+        path = request.scope["path"]  # which the app goes by; `request.url` is put together with the Host header
+        if self._accounts is None and not _names_this_machine(request.headers.get("host", "")):
+            # A page of another site whose name was made to point to this machine (DNS rebinding).
+            return PlainTextResponse("lorashard: open it as 127.0.0.1 or localhost\n", 403)
+        if not _comes_from_here(request, is_page=path in self._pages):
+            return PlainTextResponse("lorashard: refused, since another site's page asked for it\n", 403)
+        if self._accounts is not None:
+            if path in ("/login", "/login/"):
+                return await self._log_in(request, self._accounts)
+            session = request.cookies.get(self._cookie, "")
+            if path == "/logout":
+                self._accounts.close_session(session)
+                response = RedirectResponse("login", 303)
+                response.delete_cookie(self._cookie)
+                return response
+            if path != "/favicon.ico" and not self._accounts.has_session(session):
+                if path in self._pages and _wants_page(request):
+                    asked = path[1:] + (f"?{request.url.query}" if request.url.query else "")
+                    return RedirectResponse("login" + (f"?next={quote(asked)}" if asked else ""), 303)
+                return JSONResponse({"detail": "Not authenticated"}, 401)
+        if path not in self._pages and _ADDRESSES.fullmatch(path) is None:
+            return PlainTextResponse("lorashard: there is no such page\n", 404)
+        if path != "/gradio_api/upload" and _read_length(request.headers) > _MAX_BODY_BYTES:
+            return PlainTextResponse("lorashard: the request is too large\n", 413)
+        return None
+
+    async def _log_in(self, request: Request, accounts: Accounts) -> Response:
+        target = _read_target(request.query_params.get("next", ""))
+        if request.method != "POST":
+            return HTMLResponse(render_login(target))
+        if _read_length(request.headers) > _MAX_LOGIN_BYTES:
+            return JSONResponse({"detail": "Too much"}, 413)
+        if self._num_waiting >= _MAX_WAITING_LOGINS:
+            return JSONResponse({"detail": "Too many attempts"}, 429)
+        self._num_waiting += 1  # from here on: requests whose bodies come later all at once are guesses too
+        try:
+            return await asyncio.wait_for(self._try_login(request, accounts, target), _LOGIN_S)
+        except TimeoutError:
+            return JSONResponse({"detail": "Too slow"}, 408)
+        finally:
+            self._num_waiting -= 1
+
+    async def _try_login(self, request: Request, accounts: Accounts, target: str) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_LOGIN_BYTES:
+                return JSONResponse({"detail": "Too much"}, 413)
+        form = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True)
+        user, password = (form.get(name, [""])[0] for name in ("username", "password"))
+        session = accounts.open_session(user.strip(), password)
+        is_page = _wants_page(request)
+        if session is None:
+            await asyncio.sleep(_WRONG_LOGIN_S)  # so that guessing takes its time
+            if is_page:
+                return HTMLResponse(render_login(target, user, is_wrong=True))
+            return JSONResponse({"detail": "Wrong user or password"}, 401)
+        response = RedirectResponse(target or "./", 303) if is_page else JSONResponse({"success": True})
+        response.set_cookie(self._cookie, session, max_age=SESSION_S, httponly=True, samesite="lax")
+        return response
+
+
+def _names_this_machine(host: str) -> bool:
+    """Say whether a Host header names this machine, at whatever port: a tunnel's may be another."""
+    return is_loopback(urlsplit(f"//{host}").hostname or "")
+
+
+def _comes_from_here(request: Request, is_page: bool) -> bool:
+    """Say whether a page of this server asked, or no page: a client, an address that a person typed, a link."""
+    origin = request.headers.get("origin")
+    if origin is not None:
+        return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        is_link = request.method == "GET" and request.headers.get("sec-fetch-dest") == "document"
+        return is_link and is_page
+    return True
+
+
+def _wants_page(request: Request) -> bool:
+    return "text/html" in request.headers.get("accept", "")
+
+
+def _read_target(target: str) -> str:
+    """Return the page to go to after the login, if it is one of this server's."""
+    return target if re.fullmatch(r"\w+(\?[^\s\\]*)?", target) else ""
+
+
+def _read_length(headers: Headers) -> int:
+    length = headers.get("content-length", "0")
+    return int(length) if length.isascii() and length.isdigit() else 0
+
+
+def _limit(receive: Receive, request: Request) -> Receive:
+    """Return what receives a body, and ends one that is longer than it said or than any of this app's."""
+    if request.scope["path"] == "/gradio_api/upload":  # Gradio counts these itself
+        return receive
+    num_bytes = 0
+
+    async def receive_limited() -> MutableMapping[str, Any]:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        return {"type": "http.disconnect"} if num_bytes > _MAX_BODY_BYTES else message
+
+    return receive_limited

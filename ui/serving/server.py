@@ -1,0 +1,160 @@
+"""`lorashard ui`: the web server, from its options to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from filelock import FileLock, Timeout
+
+from lorashard.errors import ConfigError
+
+from ..desk import Desk
+from .accounts import Accounts
+from .guard import Guard
+from .options import UiOptions, is_loopback
+
+_OWN_PREFIX = ".serving-"
+_LOCK_NAME = ".lock"
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def serve(options: UiOptions) -> int:
+    """Serve the web UI until a signal ends it, and return the exit code. Runs and jobs go on.
+
+    Raises:
+        ConfigError: an address that is taken, a folder that cannot be written, accounts that cannot be read.
+    """
+    accounts = Accounts.read(options.auth) if options.auth is not None else None
+    folders = [_find_folder(folder) for folder in options.allow or ()]
+    root = _make_root(Path(options.root).expanduser())
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listen(options.host, options.port))
+        port = listener.getsockname()[1]
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else host}:{port}/"
+        uploads = stack.enter_context(_own_folder(root))
+        _confine_gradio(uploads)
+        from ..app import build_asgi  # Gradio reads some variables when it is imported
+
+        desk = stack.enter_context(closing(Desk.open(root, folders, options.trust_remote_code)))
+        app, pages = build_asgi(desk, options.max_upload_size)
+        config = uvicorn.Config(
+            Guard(app, accounts, pages, port),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,  # pages hold a connection open as long as they are shown
+        )
+        _Server(config, lambda: _welcome(url, root, options), desk.close).run(sockets=[listener])
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """A server that ends at the first signal, in place of handing it on once it has ended."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+        self._on_end = on_end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # pages that are still open are no news
+        await super().shutdown(sockets)
+        # The event loop waits for threads that still answer: a check of large data, for an hour.
+        await asyncio.to_thread(self._on_end)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._note) for number in _END_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _welcome(url: str, root: Path, options: UiOptions) -> None:
+    print(f"lorashard ui: {url} shows the runs in {root}; Ctrl-C ends it, and no run", flush=True)
+    if options.auth is not None and not is_loopback(options.host):
+        print("lorashard ui: there is no TLS here: passwords and pages travel readable; an ssh tunnel hides them")
+    if options.auth is not None and ":" in options.auth and not Path(options.auth).is_file():
+        print("lorashard ui: others on this machine see the password in the list of processes; give --auth FILE")
+    if options.open_browser:
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+
+@contextmanager
+def _own_folder(root: Path) -> Iterator[str]:
+    """Make a folder for what lasts as long as the server, and remove those of servers that were killed."""
+    for left in root.glob(f"{_OWN_PREFIX}*"):
+        with suppress(OSError, Timeout), FileLock(left / _LOCK_NAME, blocking=False):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_OWN_PREFIX, dir=root) as folder, FileLock(Path(folder, _LOCK_NAME)):
+        yield folder
+
+
+def _confine_gradio(folder: str) -> None:
+    """Keep Gradio's files in a folder, and Gradio from telling anybody anything."""
+    for name in [name for name in os.environ if name.startswith("GRADIO_")]:
+        del os.environ[name]  # a shared link, allowed paths, another server: what nobody gave to this command
+    os.environ["GRADIO_TEMP_DIR"] = folder
+    os.environ["GRADIO_EXAMPLES_CACHE"] = os.path.join(folder, "examples")
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+
+def _make_root(root: Path) -> Path:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return root.resolve()
+    except OSError as error:
+        raise ConfigError(f"root: {root} cannot be written ({error.strerror}); give another folder") from error
+
+
+def _find_folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"allow: expected a folder, and {name} is none")
+    return folder.resolve()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens already, so that no second server can take the port meanwhile."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host: {host} is no address of this machine ({error.strerror})") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port: {host}:{port} cannot be listened on ({error.strerror}); give another --port, or 0 for a free one"
+        ) from error
+    return listener
