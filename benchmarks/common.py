@@ -120,7 +120,7 @@ class Outcome:
     error: str | None
 
 
-def launch(script: Path, job: dict[str, Any], world_size: int, device: str, timeout_s: float = 900) -> list[Any]:
+def launch(script: Path, job: dict[str, Any], world_size: int, device: str, timeout_s: float = 3600) -> list[Any]:
     """Run `script --job FILE` on `world_size` fresh ranks and return what each handed to `report`.
 
     torchrun starts them, and ends all of them when one fails.

@@ -24,6 +24,7 @@ from typer.core import TyperCommand
 
 from .disk import find_fault
 from .errors import ConfigError, RunStopped, TrainingError, UserError, VerificationError
+from .importing import quick_imports
 from .output import RESULT_FILE_VARIABLE, leave_out_notices, outlive_full_disks
 from .stopping import STOPPED_EXIT_CODE
 
@@ -153,9 +154,10 @@ def _preview(
             f"preview shows which tokens sft learns, and TRL tokenises the rows of {run_config.method}: lorashard "
             "validate checks them"
         )
-    from .data.options import DataOptions
-    from .data.preview import preview, render_preview
-    from .data.tokenizer import load_tokenizer
+    with quick_imports():
+        from .data.options import DataOptions
+        from .data.preview import preview, render_preview
+        from .data.tokenizer import load_tokenizer
 
     rows = preview(DataOptions(**run_config.data_options()), load_tokenizer(**run_config.tokenizer_options()), num_rows)
     print(render_preview(rows, color=sys.stdout.isatty()))
@@ -171,7 +173,8 @@ def _validate(ctx: typer.Context, config: _ConfigPath = None) -> int:
     from .config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args)
-    from .validate import validate
+    with quick_imports():
+        from .validate import validate
 
     for line in validate(run_config):
         print(line, flush=True)
@@ -218,7 +221,8 @@ def _plan(
     from .plan.hardware import HardwareOptions
 
     wanted = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
-    from .forecast import find_cluster, plan_run
+    with quick_imports():
+        from .forecast import find_cluster, plan_run
 
     cluster, notes = find_cluster(run_config, wanted)
     plan = plan_run(run_config, cluster, epoch_tokens=epoch_tokens, notes=notes)
@@ -240,7 +244,8 @@ def _chat(ctx: typer.Context) -> int:
     from .launch import run_command
 
     def work() -> None:
-        from .chat import chat
+        with quick_imports():
+            from .chat import chat
 
         chat(options)
 
@@ -256,7 +261,8 @@ def _merge(ctx: typer.Context) -> int:
     from .launch import run_command
 
     def work() -> None:
-        from .merge_command import merge
+        with quick_imports():
+            from .merge_command import merge
 
         merge(options)
 
@@ -277,7 +283,8 @@ def _generate(ctx: typer.Context) -> int:
     from .launch import run_command
 
     def work() -> None:
-        from .generation import generate_file
+        with quick_imports():
+            from .generation import generate_file
 
         generate_file(options)
 
@@ -293,7 +300,8 @@ def _eval(ctx: typer.Context) -> int:
     from .launch import run_command
 
     def work() -> None:
-        from .evaluation import evaluate
+        with quick_imports():
+            from .evaluation import evaluate
 
         evaluate(options)
 
@@ -309,7 +317,8 @@ def _verify(ctx: typer.Context) -> int:
     from .launch import run_command
 
     def work() -> None:
-        from .verify import verify
+        with quick_imports():
+            from .verify import verify
 
         verify(options)
 

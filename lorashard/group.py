@@ -27,6 +27,7 @@ import psutil
 from .devices import RUN_ID_PREFIX
 from .errors import RunStopped
 from .failures import Failure, explain_failures, explain_signal
+from .importing import quick_imports
 from .output import warn
 from .rank import find_log, find_pids
 from .stopping import SAVE_SIGNAL, SPREAD_S, STOP_SIGNAL, STOPPED_EXIT_CODE
@@ -126,9 +127,10 @@ def run_ranks(
     Returns:
         None, or what ended the ranks early, which nobody has been told yet.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with quick_imports():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     signals = signals or Signals()
     # Older versions of torch wait 30 s.

@@ -28,6 +28,7 @@ from .devices import (
 from .environment import find_existing
 from .errors import ConfigError, RunStopped
 from .group import Signals, find_python_flags, run_ranks
+from .importing import quick_imports
 from .lock import lock_run
 from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
@@ -203,7 +204,8 @@ def _train_here(config: RunConfig, launcher: Launcher) -> None:
             check_output_dir(config)
             if not find_restarts(os.environ):
                 stack.enter_context(told_status(Path(config.output_dir)))
-        from .train import finetune
+        with quick_imports():
+            from .train import finetune
 
         stack.callback(stop.close)
         finetune(config, stop)
@@ -298,7 +300,8 @@ def _check_model(config: RunConfig, status: Status) -> None:
     Raises:
         CheckpointError: It is not there, or damaged.
     """
-    from .model.checkpoint import Checkpoint, resolve_folder
+    with quick_imports():
+        from .model.checkpoint import Checkpoint, resolve_folder
 
     is_over = threading.Event()
 

@@ -18,7 +18,7 @@ from accelerate.state import PartialState
 from lorashard.lock import find_process
 
 
-def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100) -> list[Any]:
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600) -> list[Any]:
     """Run `body(rank, *args)` on `world_size` gloo ranks and return what each returned.
 
     Ranks are forked, which takes 0.1 s instead of the 3 s of a new interpreter; that needs a parent in which torch has

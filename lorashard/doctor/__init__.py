@@ -18,6 +18,7 @@ from ..devices import VisibleGpus, build_environment, choose_ranks, find_gpus, f
 from ..errors import ConfigError, VerificationError
 from ..failures import Failure, record_failure
 from ..group import find_python_flags, run_ranks
+from ..importing import quick_imports
 from ..launch import take_place
 from ..output import RESULT_FILE_VARIABLE, give
 from ..use_options import DoctorOptions
@@ -43,7 +44,8 @@ def diagnose(options: DoctorOptions, arguments: Sequence[str]) -> int:
     if launcher is None:
         return _check_here(options, arguments)
     if launcher.is_lorashard:
-        from .ranks import check_ranks
+        with quick_imports():
+            from .ranks import check_ranks
 
         merged = merge_ranks(check_ranks(options.timeout_s, [], _hand_over_failure))
         give(launcher.rank, report(merged), "", as_json=True)

@@ -204,12 +204,21 @@ def _compare(subject: _Subject, options: VerifyOptions, device: torch.device) ->
     if options.merged is not None and are_right(verdicts):
         say(rank, f"loading {options.merged}")
         merged = _compute_merged(options, rows, device)
-        stored = find_stored_format(read_config_json(resolve_folder(options.merged)))
-        rounding = (
-            f"; {stored.description} rounds once more: give --tolerance" if stored and not options.tolerance else ""
-        )
-        verdicts += agree([_check_merged(merged, adapted, base, find_tolerance(options), rounding)])
+        verdicts += agree([_check_merged(merged, adapted, base, find_tolerance(options), _advise(subject, options))])
     return verdicts
+
+
+def _advise(subject: _Subject, options: VerifyOptions) -> str:
+    """Return what a person may try where the merged model differs, who merged it in another form than is compared."""
+    assert options.merged is not None
+    stored = find_stored_format(read_config_json(resolve_folder(options.merged)))
+    if stored and not options.tolerance:
+        return f"; {stored.description} rounds once more: give --tolerance"
+    quantization = choose_quantization(subject.folder, options.quantization)
+    if quantization:
+        form = describe_quantization(quantization)
+        return f"; the base is {form} here: if it was merged with --quantization none, give the same"
+    return ""
 
 
 def _compute_adapted(
@@ -274,7 +283,7 @@ def _check_alive(adapted: _Logits, base: _Logits) -> Verdict:
     return Verdict("logits", f"with the adapter they differ from the base's: {distance.describe()}", facts=facts)
 
 
-def _check_merged(merged: _Logits, adapted: _Logits, base: _Logits, tolerance: float, rounding: str = "") -> Verdict:
+def _check_merged(merged: _Logits, adapted: _Logits, base: _Logits, tolerance: float, advice: str = "") -> Verdict:
     shapes = [logits.shape[-1] for logits in (merged[0], adapted[0])]
     if shapes[0] != shapes[1]:
         text = f"expected a vocabulary of {shapes[1]} as the base has, found {shapes[0]}"
@@ -290,10 +299,10 @@ def _check_merged(merged: _Logits, adapted: _Logits, base: _Logits, tolerance: f
     if from_base.is_equal:
         return Verdict("merged logits", "they are the base's, bit for bit: nothing is merged", False, facts)
     if not from_adapted.relative <= tolerance:
-        return Verdict("merged logits", f"they differ too much {found}{rounding}", False, facts)
+        return Verdict("merged logits", f"they differ too much {found}{advice}", False, facts)
     if not from_adapted.relative < from_base.relative:
         nearer = f"they are nearer to the base's ({from_base.relative:.2g} relative) than to the adapter's"
-        text = f"{nearer}: they differ {found}"
+        text = f"{nearer}: they differ {found}{advice}"
         return Verdict("merged logits", text, False, facts)
     return Verdict(
         "merged logits", f"the same: they differ {found}; from the base's {from_base.relative:.2g}", True, facts

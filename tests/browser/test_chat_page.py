@@ -15,7 +15,6 @@ from playwright.sync_api import Locator, Page, expect
 EVIL = '<img src="http://other.example/x.png" onerror="window.evil=1"><script>window.evil=2</script>'
 EVIL_MARKDOWN = "![x](http://other.example/y.png) [l](javascript:window.evil=3)"
 LOAD_MS = 60_000
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from playwright.sync_api import Page, expect
 
 PACKED = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
 JOB_MS = 90_000
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,6 @@ def read_state(run: Path) -> dict:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-@pytest.mark.timeout(400)
 def test_a_person_sees_the_plan_and_the_rows_and_starts(page, server):
     """Catches a form whose plan, preview, check or command is not that of the run which it starts."""
     fill_demo(page)
@@ -161,7 +160,6 @@ def test_each_field_tells_its_mistake_and_nothing_starts(page, server):
     assert [path.name for path in server.root.iterdir() if not path.name.startswith(".")] in ([], ["base-train"])
 
 
-@pytest.mark.timeout(400)
 def test_a_mistake_of_the_data_is_told_where_it_is_looked_for(page):
     """Catches a traceback, or silence, where lorashard finds a mistake only by reading the files."""
     fill_demo(page, model_name_or_path="examples/demo/nowhere/x", dataset="examples/demo/nothing.jsonl")

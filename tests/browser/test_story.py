@@ -66,7 +66,6 @@ def find_ranks(server: UiServer, name: str) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_from_the_form_to_a_merged_model(start_ui, open_tab, tmp_path):
     """Catches whatever stands between a person and the end: a run that dies with its tab or with the server, a resume
     from step zero, a dead rank that nobody names, runs that cannot be compared, talked to or merged."""

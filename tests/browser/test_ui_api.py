@@ -28,7 +28,6 @@ def call(ui_server):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_example_drives_a_run_from_its_start_to_its_adapter(ui_server):
     """The example is what people copy: each of its calls must work, in this order, on a run that lives."""
     options = DEMO | {"max_steps": 24, "logging_steps": 1, "learning_rate": 5e-3, "max_length": 128}

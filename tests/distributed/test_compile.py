@@ -82,10 +82,9 @@ ALL_CASES = [
     [(1, CASES, (12, 12)), pytest.param(2, ALL_CASES, (12, 9, 9), marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
-@pytest.mark.timeout(600)
 def test_gradients_equal_plain_peft_and_layers_share_graphs(world_size, cases, lengths):
     """Catches a weight that the compiled code keeps for another unit's backward, and a guard that fails by layer."""
-    for found in run_ranks(compare_compiled, world_size, [case for case, _ in cases], lengths, timeout_s=500):
+    for found in run_ranks(compare_compiled, world_size, [case for case, _ in cases], lengths):
         for case, most in cases:
             wrong, num_graphs = found[str(case)]
             assert wrong == [], case
@@ -117,10 +116,9 @@ def compare_modes(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_compiled_models_are_used_and_saved_as_others(tmp_path):
     """Catches `_orig_mod.` in an adapter's keys, a graph for each new token, and layers that quietly run uncompiled."""
-    assert run_ranks(compare_modes, 2, tmp_path, timeout_s=350) == [[], []]
+    assert run_ranks(compare_modes, 2, tmp_path) == [[], []]
     compiled, plain = (load_file(tmp_path / f"{name}0" / "adapter_model.safetensors") for name in ("compiled", "plain"))
     assert find_differences(compiled, plain) == []
     restored = PeftModel.from_pretrained(build_base(), tmp_path / "compiled0")
@@ -144,10 +142,9 @@ def compare_inductor(rank: int) -> list[tuple[list[str], float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_inductor_gives_the_gradients_of_the_same_code_unsharded_and_the_same_loss():
     """Catches a weight of another unit in code that torch's own compiler makes: against eager it rounds otherwise."""
-    for (fp32, fp32_loss), (bf16, bf16_loss) in run_ranks(compare_inductor, 2, timeout_s=500):
+    for (fp32, fp32_loss), (bf16, bf16_loss) in run_ranks(compare_inductor, 2):
         assert fp32 == bf16 == []
         assert fp32_loss < 1e-5 and bf16_loss < 0.01
 

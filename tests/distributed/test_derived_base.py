@@ -30,7 +30,6 @@ from lorashard.merging import derived
 from lorashard.model import making
 from lorashard.model.identity import find_cache_dir
 
-pytestmark = pytest.mark.timeout(200)
 Results = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 CASES: dict[str, dict[str, Any]] = {

@@ -140,7 +140,7 @@ def compare(families: Iterable[Family], folder: Path) -> dict[str, dict[str, str
         expected = {
             family.name: run(family, build_plain, save_family(family, folder / family.name)) for family in families
         }
-        outcomes, others = run_ranks(compare_on_rank, 2, folder, expected, timeout_s=400)
+        outcomes, others = run_ranks(compare_on_rank, 2, folder, expected)
     finally:
         transformers_logging.set_verbosity(verbosity)
         transformers_logging.enable_progress_bar()

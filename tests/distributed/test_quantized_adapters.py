@@ -22,7 +22,6 @@ import lorashard
 from lorashard.errors import ConfigError
 from lorashard.model.loftq import make_lora
 
-pytestmark = pytest.mark.timeout(300)
 Results = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4)
 VOCABULARY = lorashard.Quantization("nf4", has_vocabulary=True)
@@ -168,7 +167,7 @@ def test_adapters_begin_from_the_quantised_base(tmp_path):
         name: train_plain(AutoModelForCausalLM.from_pretrained(tmp_path / case.base, dtype=torch.bfloat16), case)
         for name, case in CASES.items()
     }
-    assert run_ranks(compare_loaded, 2, tmp_path, expected, timeout_s=250) == [{}, {}]
+    assert run_ranks(compare_loaded, 2, tmp_path, expected) == [{}, {}]
 
 
 def check_loftq(rank: int, folder: Path) -> list[str]:
@@ -273,7 +272,7 @@ def test_a_model_in_memory_is_quantised_as_it_is(tmp_path):
     dequantise_base(model)
     train(disturb(model))
     expected["added on shards"] = add_more(model, tmp_path)
-    assert run_ranks(compare_in_memory, 2, tmp_path, expected, timeout_s=250) == [{}, {}]
+    assert run_ranks(compare_in_memory, 2, tmp_path, expected) == [{}, {}]
 
 
 def quantised_elsewhere() -> PeftModel:

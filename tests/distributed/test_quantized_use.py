@@ -93,13 +93,15 @@ def test_verifying_knows_the_quantised_base(task, tmp_path):
 
     def body(rank):
         result = tmp_path / f"result-{rank}"
+        cases = [("merged",), ("original",), ("original", "--quantization", "none")]
         outcomes = [
-            verify_here(result, task / "adapter", "--merged", tmp_path / name, "--dtype", "float32")
-            for name in ("merged", "original")
+            verify_here(result, task / "adapter", "--dtype", "float32", "--merged", tmp_path / name, *words)
+            for name, *words in cases
         ]
         return [*outcomes, verify_here(result, "--model", task / "base", "--quantization", "nf4")]
 
-    merged, original, gradients = run_ranks(body, 2)[0]
+    merged, original, as_advised, gradients = run_ranks(body, 2)[0]
     assert merged["checks"]["merged logits"]["difference_from_adapter"] < 0.01
-    assert "merged logits" in original
+    assert "merged logits" in original and "if it was merged with --quantization none, give the same" in original
+    assert as_advised["checks"]["merged logits"]["difference_from_adapter"] < 0.01
     assert gradients["is_right"] and "nf4" in gradients["checks"]["model"]["verdict"]

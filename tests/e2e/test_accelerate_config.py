@@ -19,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 import lorashard
 from lorashard.errors import ShardError
 
-pytestmark = pytest.mark.timeout(300)
-
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/accelerate_config.yaml"
 DEMO = ROOT / "examples/demo"

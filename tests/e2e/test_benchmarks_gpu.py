@@ -70,7 +70,6 @@ def test_the_base_is_written_and_contenders_compute_alike(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_everything_runs(run, tmp_path):
     """The peers and the two ranks take a minute more."""
     record, _ = run(tmp_path / "record.json")

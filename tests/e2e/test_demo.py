@@ -20,7 +20,6 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_demo_learns_its_task():
     """The first thing that a person runs; it ends with an error below 90 % of the held-out requests."""
     result = run("examples/demo/run.py")
@@ -30,7 +29,6 @@ def test_the_demo_learns_its_task():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_benchmark_runs(tmp_path):
     """A benchmark that broke since its record was made cannot be repeated. It compares gradients before it times."""
     sizes = ["--layers", "2", "--hidden", "128", "--intermediate", "256", "--vocab", "500", "--sequence", "32"]

@@ -49,8 +49,6 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:

@@ -8,7 +8,6 @@ import pytest
 from example_support import Run, assert_same_adapter, assert_same_run, list_training_scripts, make_plain, run_example
 from safetensors import safe_open
 
-pytestmark = pytest.mark.timeout(600)  # a script takes seconds, or minutes where many processes share the cores
 STEPS = 4
 TRAINER = {"max_steps": STEPS, "logging_steps": 1, "report_to": "none", "learning_rate": 1e-3}
 LOOP = {"max_steps": STEPS, "save_steps": STEPS // 2}

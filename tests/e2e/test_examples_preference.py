@@ -49,7 +49,6 @@ def write_pairs(path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("case", CASES)
 def test_an_example_trains_as_without_lorashard(case: str, tmp_path: Path) -> None:
     """Catches another loss, norm, reward, evaluation or adapter: from a "ref" that is not the adapter's copy, a head

@@ -117,7 +117,6 @@ def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(task, two_ranks):
     """The loss is a mean over the supervised tokens of all ranks: 1 x 4, 2 x 2 and 4 x 1 microbatches are one step.
 
@@ -236,7 +235,6 @@ def test_a_mistake_costs_the_run_that_was_to_be_overwritten_nothing(task):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_compiled_layers_train_the_same_adapter(task, two_ranks):
     """Catches the switch handed to the trainer, and a compiled layer that computes something else or renames keys."""
     options = make_options(task, "compiled", cpu=2, torch_compile="true", torch_compile_backend="aot_eager")

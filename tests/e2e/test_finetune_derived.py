@@ -19,7 +19,6 @@ PISSA = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_goes_on_when_its_derived_base_was_deleted(task):
     """A base that is made anew with other random numbers, or from another state, is another one: the run would be lost,
     or would go on with an adapter that does not belong to it."""

@@ -148,7 +148,6 @@ def find_different(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 @pytest.mark.parametrize(
     "method", [name if name == "dpo" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
 )
-@pytest.mark.timeout(300)
 def test_a_method_trains_as_plain_trl_does(task, method):
     """Rows in another order or cut otherwise, a reference that is not the base, a head drawn from other numbers."""
     plain = [line for line in run_ranks(train_plainly, 2, task, method)[0] if "loss" in line]
@@ -167,7 +166,6 @@ def test_a_method_trains_as_plain_trl_does(task, method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OPTIONS)
-@pytest.mark.timeout(300)
 def test_a_resumed_run_ends_as_an_uninterrupted_one(task, method):
     """The reference adapter beside the trained one in a checkpoint, taken for it; random numbers that start anew."""
     if not (task / f"run-{method}").exists():
@@ -182,7 +180,6 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(task, method):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "method, metric", [("dpo", "rewards/accuracies"), ("kto", "rewards/margins"), ("reward", "accuracy")]
 )

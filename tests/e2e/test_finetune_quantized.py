@@ -148,7 +148,6 @@ def is_same_adapter(found: dict[str, torch.Tensor], expected: dict[str, torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("method", "asked"), CASES)
 def test_a_run_on_a_quantised_base_is_plain_trl_on_the_dequantised_one(task, tmp_path, method, asked):
     """An option that is lost on its way to the base, a rank that unpacks other numbers, a reference that is not the

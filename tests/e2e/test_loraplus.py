@@ -115,7 +115,6 @@ def train_plainly(rank: int, task: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_loraplus_equals_trl_with_pefts_optimizer(task):
     """Groups that the scheduler, DDP or a resume mixes up train with one learning rate; the losses look healthy."""
     expected = [line for line in run_ranks(train_plainly, 2, task)[0] if "loss" in line]

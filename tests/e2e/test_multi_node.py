@@ -20,7 +20,7 @@ from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

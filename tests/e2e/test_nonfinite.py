@@ -34,8 +34,6 @@ NUM_ROWS = 26
 
 DEADLINE_S = 300
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
@@ -118,7 +116,7 @@ def test_the_rows_named_are_those_trained_on(task, num_ranks):
         "resumed": ACCUMULATED | {"resume": "whole/checkpoint-2"},
         "resumed in the second epoch": ACCUMULATED | {"resume": f"whole/checkpoint-{8 // num_ranks + 2}"},
     }
-    found = run_ranks(train_and_name, num_ranks, task, runs, timeout_s=DEADLINE_S)
+    found = run_ranks(train_and_name, num_ranks, task, runs)
     steps = {2: (8, 6, 2), 1: (14, 12, 4)}[num_ranks]
     for name, num_steps in zip(runs, steps, strict=True):
         for rank in found:
@@ -148,7 +146,7 @@ def test_the_rows_named_are_those_trained_on_in_any_order(task, num_ranks):
         "dpo": {"max_steps": 9, "method": "dpo", "dataset": task / "pairs.jsonl"},
     }
     steps = {2: (8, 6, 3, 9, 9, 8, 9, 9), 1: (8, 14, 3, 9, 9, 14, 9, 9)}[num_ranks]
-    found = run_ranks(train_and_name, num_ranks, task, runs, timeout_s=DEADLINE_S)
+    found = run_ranks(train_and_name, num_ranks, task, runs)
     for (name, options), num_steps in zip(runs.items(), steps, strict=True):
         for rank in found:
             check_names(name, rank[name], find_places(options.get("dataset", task / "rows.jsonl")), num_steps)
@@ -271,9 +269,7 @@ def test_a_step_that_is_skipped_changes_nothing(task, poisoned, num_ranks):
 
     On one rank the run ends with the bits of plain PEFT trained by hand, without these steps.
     """
-    found = run_ranks(
-        skip, num_ranks, task, {"dataset": poisoned, "output_dir": task / f"skip{num_ranks}"}, timeout_s=DEADLINE_S
-    )
+    found = run_ranks(skip, num_ranks, task, {"dataset": poisoned, "output_dir": task / f"skip{num_ranks}"})
     places = {f"poisoned.jsonl line {number + 1}" for number in POISONED}
     for rank in found:
         assert rank["told"] == found[0]["told"]
@@ -336,7 +332,7 @@ def test_a_run_that_cannot_go_on_says_why(task):
     The last weights must be those before the step; ranks that say different things leave the person with one of them.
     """
     write_rows(task / "all.jsonl", make_texts(NUM_ROWS, range(NUM_ROWS)))
-    said = run_ranks(end_badly, 2, task, timeout_s=DEADLINE_S)
+    said = run_ranks(end_badly, 2, task)
     assert said[0] == said[1]
     row = r"rows.jsonl line \d+"
     norm, inf, everything, packed = said[0].values()
@@ -363,7 +359,7 @@ def train_with_scaler(rank: int, task: Path) -> tuple[list[bool], list[str]]:
 @pytest.mark.slow
 def test_a_loss_scaler_may_try_scales(task, poisoned):
     """Under fp16 the scaler meets infinite gradients by design; a loss that is not finite is a fault there too."""
-    is_changed, told = run_ranks(train_with_scaler, 1, task, timeout_s=DEADLINE_S)[0]
+    is_changed, told = run_ranks(train_with_scaler, 1, task)[0]
     unchanged = {step for step, is_step_changed in enumerate(is_changed, 1) if not is_step_changed}
     named = {int(re.match(r"step (\d+): the loss is not finite", line)[1]) for line in told}
     assert named and named < unchanged, "the scaler's own steps are no fault"

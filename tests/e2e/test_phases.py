@@ -25,7 +25,6 @@ from survival_support import count_steps, find_ranks, is_same_adapter, kill_all,
 from lorashard.lock import find_owner
 from lorashard.manifest import list_checkpoints, read_manifest, verify
 
-pytestmark = pytest.mark.timeout(600)
 DEADLINE_S = 120
 WEIGHTS_BYTES = 64 * 2**20
 

@@ -21,8 +21,6 @@ from lorashard.manifest import delete, place_partial, publish
 from lorashard.runs import Run
 from lorashard.status import Status, told_status
 
-pytestmark = pytest.mark.timeout(600)
-
 # Each attempt writes which it is into its log, and lives until it is killed, or ends as the word says.
 RANK = r"""
 import os, sys, time

@@ -14,8 +14,6 @@ import torch
 from finetune_support import LORASHARD, make_options
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.timeout(600)
-
 SECRETS = {
     name: f"{prefix}RecognisableSecret{number:02}"
     for number, (name, prefix) in enumerate(

@@ -130,12 +130,11 @@ def train_once(task: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.timeout(600)
 def test_many_runs_in_a_process_leave_nothing(task, num_ranks):
     """A notebook trains again and again: a model kept alive by a hook, a group, a map or a pinned copy adds up."""
     write_model(task / "large", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
     base_bytes = (task / "large/model.safetensors").stat().st_size
-    for found in run_ranks(run_many, num_ranks, task, NUM_RUNS, timeout_s=580):
+    for found in run_ranks(run_many, num_ranks, task, NUM_RUNS):
         rss_bytes = [values[0] for values in found[NUM_RUNS // 2 - 1 :]]
         # Six runs apart the trainer and the placement are the same again; one that stays after each third run is two.
         assert all(after <= before + 1 for before, after in zip(found[-7][1:], found[-1][1:], strict=True)), found
@@ -144,7 +143,6 @@ def test_many_runs_in_a_process_leave_nothing(task, num_ranks):
         assert growth_bytes < base_bytes / 10, found
 
 
-@pytest.mark.timeout(600)
 def test_runs_of_the_command_leave_nothing_behind(task):
     """A machine on which hundreds of runs were made: processes, temporary files, locks and shared memory add up."""
     for _ in range(3):
@@ -161,7 +159,6 @@ def test_runs_of_the_command_leave_nothing_behind(task):
             pass
 
 
-@pytest.mark.timeout(900)
 def test_a_long_run_stays_as_it_is(task):
     """Thousands of steps with checkpoints, rotation, evaluations and metrics."""
     watch = Watch(

@@ -25,8 +25,6 @@ from survival_support import (
     train,
 )
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def whole(task) -> Path:

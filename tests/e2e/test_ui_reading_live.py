@@ -29,7 +29,6 @@ def wait_for(tell, what: str, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_is_followed_through_its_death_and_its_return(tmp_path):
     """Each part may read what it was told in a test, and none what a run writes."""
     runs = Runs(tmp_path)

@@ -27,8 +27,6 @@ TIMEOUT_S = 5.0
 DEADLINE_S = 100
 ENDED = json.dumps({})
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def make_beat(number: int, **facts: Any) -> str:
     return json.dumps({"number": number} | facts)

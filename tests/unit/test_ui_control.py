@@ -147,7 +147,6 @@ def test_a_run_is_started_to_its_end_and_leaves_its_exit_code(root, monkeypatch,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_is_stopped_and_resumed(root):
     """Steps that are trained twice or lost, ranks that are left, or a run that cannot be gone on with."""
     start_run(root, "long", make_yaml(max_steps=400, cpu=2))
@@ -171,7 +170,6 @@ def test_a_run_is_stopped_and_resumed(root):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_outlives_a_killed_server(root):
     """A run that ends with the server, or whose end nobody is told after its restart."""
     script = (
@@ -350,7 +348,6 @@ def test_only_a_runs_own_folder_is_deleted(root, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_queued_run_waits_starts_and_can_be_stopped(root):
     """Two runs on the same cores; a run that waits and that nobody can stop, or that is taken for dead."""
 

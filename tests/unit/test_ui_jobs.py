@@ -259,7 +259,6 @@ def test_an_adapter_is_pushed_without_the_rest_of_its_run(jobs, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_merge_runs_in_the_background(jobs, tmp_path):
     """A command that the command line does not take, or whose progress is not shown."""
     from tiny import add_lora, build_base

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lorashard.errors import UserError
+from lorashard.importing import quick_imports
 
 
 def _answer_plan(words: list[str]) -> dict[str, Any]:
     from lorashard.config import RunConfig
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path",))
-    from lorashard.forecast import find_cluster, plan_run
-    from lorashard.plan.choose import name_placement
-    from lorashard.plan.hardware import HardwareOptions
+    with quick_imports():
+        from lorashard.forecast import find_cluster, plan_run
+        from lorashard.plan.choose import name_placement
+        from lorashard.plan.hardware import HardwareOptions
 
     cluster, notes = find_cluster(config, HardwareOptions())
     plan = plan_run(config, cluster, notes=notes)
@@ -33,16 +35,18 @@ def _answer_preview(words: list[str], num_rows: int) -> list[dict[str, Any]]:
     from lorashard.config import RunConfig
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path", "dataset"))
-    from lorashard.data.options import DataOptions
-    from lorashard.data.preview import preview
-    from lorashard.data.tokenizer import load_tokenizer
+    with quick_imports():
+        from lorashard.data.options import DataOptions
+        from lorashard.data.preview import preview
+        from lorashard.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(**config.tokenizer_options())
     return [dataclasses.asdict(row) for row in preview(DataOptions(**config.data_options()), tokenizer, num_rows)]
 
 
 def _answer_model(name: str, revision: str | None) -> str:
-    from lorashard.validate import describe_model
+    with quick_imports():
+        from lorashard.validate import describe_model
 
     return describe_model(name, revision)
 
@@ -51,7 +55,8 @@ def _answer_validate(words: list[str]) -> Iterator[str]:
     from lorashard.config import RunConfig
 
     config = RunConfig.resolve(None, words)
-    from lorashard.validate import validate
+    with quick_imports():
+        from lorashard.validate import validate
 
     yield from validate(config)
 

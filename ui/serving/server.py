@@ -20,6 +20,7 @@ import uvicorn
 from filelock import FileLock, Timeout
 
 from lorashard.errors import ConfigError
+from lorashard.importing import quick_imports
 
 from ..desk import Desk
 from .accounts import Accounts
@@ -47,7 +48,8 @@ def serve(options: UiOptions) -> int:
         url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else host}:{port}/"
         uploads = stack.enter_context(_own_folder(root))
         _confine_gradio(uploads)
-        from ..app import build_asgi  # Gradio reads some variables when it is imported
+        with quick_imports():
+            from ..app import build_asgi  # Gradio reads some variables when it is imported
 
         desk = stack.enter_context(closing(Desk.open(root, folders, options.trust_remote_code)))
         app, pages = build_asgi(desk, options.max_upload_size)
