@@ -44,7 +44,12 @@ from transformers import AutoModelForCausalLM
 import lorashard.api
 
 WAYS = {"from_pretrained": "from_pretrained + get_peft_model", "lorashard": "lorashard.load"}
-COMMANDS = {"python": "`python -c pass`", "lorashard": "`lorashard --help`"}
+COMMANDS = {
+    "python": "`python -c pass`",
+    "lorashard": "`lorashard --help`",
+    "plain_imports": "`import lorashard.train`",
+    "imports": "the same in `quick_imports()`, as each rank has it",
+}
 
 
 def main() -> None:
@@ -79,7 +84,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def measure_starts(count: int) -> dict[str, Any]:
     """Return the wall seconds of each command, and whether `lorashard --help` imports torch."""
     script = str(Path(sys.executable).with_name("lorashard"))
-    commands = {"python": [sys.executable, "-c", "pass"], "lorashard": [script, "--help"]}
+    quickly = "from lorashard.importing import quick_imports\nwith quick_imports(): import lorashard.train"
+    commands = {
+        "python": [sys.executable, "-c", "pass"],
+        "lorashard": [script, "--help"],
+        "plain_imports": [sys.executable, "-c", "import lorashard.train"],
+        "imports": [sys.executable, "-c", quickly],
+    }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(count + 1):
         for name, command in commands.items():

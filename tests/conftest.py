@@ -1,5 +1,6 @@
 """The environment of every test and of the processes it starts, set before anything imports torch or transformers."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,14 @@ os.environ.update(
     # Runs of tests neither wait for those of the person nor are waited for.
     LORASHARD_QUEUE_DIR=os.path.join(tempfile.gettempdir(), f"lorashard-test-queue-{os.getuid()}"),
 )
+
+
+gc.disable()  # while collecting imports everything: see lorashard.importing
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -9,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 
 from lorashard.lock import find_process
+
+# In the environment of scripts, saves a quarter of their start.
+QUICK_START = {"PYTHONPATH": str(Path(__file__).with_name("quick_start"))}
 
 
 def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600) -> list[Any]:
@@ -33,6 +38,8 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
             context.Process(target=_rank_main, args=(rank, world_size, store, results, body, args), daemon=True)
             for rank in range(world_size)
         ]
+        gc.collect()
+        gc.freeze()  # or a rank that collects its garbage would write to each page that it shares with this process
         for process in ranks:
             process.start()
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 from safetensors.torch import load_file
+from support import QUICK_START
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO_BASE = EXAMPLES / "demo/base"
@@ -146,7 +147,7 @@ def _run(command: list[str], folder: Path, timeout_s: float) -> str:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HOME": str(folder / "hf")}
+    environment |= {"HF_HOME": str(folder / "hf")} | QUICK_START
     process = subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import QUICK_START
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | QUICK_START
     command = [sys.executable, str(ROOT / script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import QUICK_START
 from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -169,7 +170,7 @@ def test_a_snippet_in_the_documents_runs(document, snippet, tmp_path):
     result = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
-        env=environment | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"},
+        env=environment | QUICK_START | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
     )

@@ -32,6 +32,15 @@ def whole(task) -> Path:
     return train(task, "whole", save_total_limit=20)
 
 
+@pytest.fixture(scope="module")
+def alone(task) -> Path:
+    """The same in one rank, for what no other rank has a part in."""
+    return train(task, "alone", **ALONE, save_total_limit=20)
+
+
+ALONE = {"cpu": 1, "per_device_train_batch_size": 4}
+
+
 def assert_same_run(found: Path, expected: Path) -> None:
     assert is_same_adapter(found, expected)
     assert read_losses(found) == read_losses(expected)
@@ -191,9 +200,12 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(task, eight_rows, nu
 
 
 @pytest.mark.slow
-def test_what_cannot_be_kept_is_refused_before_training(task, whole, eight_rows):
+def test_what_cannot_be_kept_is_refused_before_training(task, whole, alone):
     """A run that goes on with other rows looks healthy; one that is refused late has cost the one before."""
-    shutil.copytree(whole, task / "refused")
+    shutil.copytree(whole, task / "refused_whole")
+    moved = {"cpu": 1, "gradient_accumulation_steps": 2, "max_steps": 19}
+    assert "22 on 1, so the last step of an epoch" in refuse(task, "refused_whole", **moved)
+    shutil.copytree(alone, task / "refused")
     rows = (task / "few.jsonl").read_text().splitlines(keepends=True)
     (task / "fewer.jsonl").write_text("".join(rows[1:]))
     (task / "edited.jsonl").write_text("".join([rows[0].replace("what", "that"), *rows[1:]]))
@@ -201,19 +213,18 @@ def test_what_cannot_be_kept_is_refused_before_training(task, whole, eight_rows)
         ({"dataset": task / "fewer.jsonl"}, "the data have changed since checkpoint-14: it was trained on 22 rows"),
         ({"dataset": task / "edited.jsonl"}, "the data have changed since checkpoint-14"),
         ({"per_device_train_batch_size": 1}, "--global_batch_size 4"),
-        ({"cpu": 1, "gradient_accumulation_steps": 2, "max_steps": 19}, "22 on 1, so the last step of an epoch"),
         ({"lora_r": 4}, "was trained with r 16, and this run has 4"),
         ({"seed": 43}, "came in another order: random, seed 42; this run has random, seed 43"),
     ]:
-        assert expected in refuse(task, "refused", **options)
+        assert expected in refuse(task, "refused", **ALONE | options)
     checkpoint = task / "refused" / "checkpoint-14" / "optimizer.pt"
     content = checkpoint.read_bytes()
     checkpoint.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    assert f"{checkpoint} is damaged" in refuse(task, "refused", resume=checkpoint.parent)
+    assert f"{checkpoint} is damaged" in refuse(task, "refused", **ALONE, resume=checkpoint.parent)
     for path in (task / "refused").glob("checkpoint-*"):
         shutil.rmtree(path)
-    assert "a finished adapter" in refuse(task, "refused")
-    assert "expected a complete checkpoint" in refuse(task, "refused", resume="true")
+    assert "a finished adapter" in refuse(task, "refused", **ALONE)
+    assert "expected a complete checkpoint" in refuse(task, "refused", **ALONE, resume="true")
 
 
 @pytest.mark.slow
@@ -234,56 +245,56 @@ def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
 
 
 @pytest.mark.slow
-def test_an_older_checkpoint_can_be_gone_on_from(task, whole):
+def test_an_older_checkpoint_can_be_gone_on_from(task, alone):
     """Newer ones that stay would be taken by the next `auto`, or be deleted as the newest are kept."""
-    folder = shutil.copytree(whole, task / "older")
-    assert_same_run(train(task, "older", resume=folder / "checkpoint-8", save_total_limit=2), whole)
+    folder = shutil.copytree(alone, task / "older")
+    assert_same_run(train(task, "older", **ALONE, resume=folder / "checkpoint-8", save_total_limit=2), alone)
     aside = sorted(path.name for path in folder.glob("set-aside-*"))
     assert aside == [f"set-aside-checkpoint-{step}" for step in (10, 12, 14)]
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-14"]
 
 
 @pytest.mark.slow
-def test_a_finished_run_has_nothing_to_do(task, whole):
+def test_a_finished_run_has_nothing_to_do(task, alone):
     """The command of a scheduler that starts it once more: no step, no other adapter."""
-    folder = shutil.copytree(whole, task / "finished")
+    folder = shutil.copytree(alone, task / "finished")
     checkpoints = {path.name: hash_files(path) for path in folder.glob("checkpoint-*")}
     (task / "finished_rows_0.jsonl").touch()
-    assert_same_run(train(task, "finished", save_total_limit=20), whole)
+    assert_same_run(train(task, "finished", **ALONE, save_total_limit=20), alone)
     assert {path.name: hash_files(path) for path in folder.glob("checkpoint-*")} == checkpoints
     assert not read_lines(task / "finished_rows_0.jsonl"), "a step was trained"
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_a_manifest_is_taken_where_it_is_named(task, whole):
+def test_a_checkpoint_without_a_manifest_is_taken_where_it_is_named(task, alone):
     """A bare Trainer's checkpoint cannot be told to be whole: `auto` leaves it, a person may know better."""
-    folder = shutil.copytree(whole, task / "bare", ignore=shutil.ignore_patterns("adapter*", "checkpoint-[!8]*"))
+    folder = shutil.copytree(alone, task / "bare", ignore=shutil.ignore_patterns("adapter*", "checkpoint-[!8]*"))
     (folder / "adapter_model.safetensors").unlink(missing_ok=True)
-    shutil.copytree(whole / "checkpoint-8", folder / "checkpoint-8", dirs_exist_ok=True)
+    shutil.copytree(alone / "checkpoint-8", folder / "checkpoint-8", dirs_exist_ok=True)
     (folder / "checkpoint-8" / "manifest.json").unlink()
     named = shutil.copytree(folder / "checkpoint-8", task / "by-name")
-    found = train(task, "named", resume=named)
-    assert is_same_adapter(found, whole) and sorted(read_losses(found)) == list(range(9, 15))
+    found = train(task, "named", **ALONE, resume=named)
+    assert is_same_adapter(found, alone) and sorted(read_losses(found)) == list(range(9, 15))
     assert f"{named} has no manifest" in (found / "logs" / "rank_0.log").read_text()
-    found = train(task, "bare")
-    assert_same_run(found, whole)
+    found = train(task, "bare", **ALONE)
+    assert_same_run(found, alone)
     assert "checkpoint-8 is skipped: " in (found / "logs" / "rank_0.log").read_text()
     assert (folder / "set-aside-checkpoint-8").is_dir()
 
 
 @pytest.mark.slow
-def test_other_data_can_be_gone_on_with_where_that_is_said(task, whole):
+def test_other_data_can_be_gone_on_with_where_that_is_said(task, alone):
     """`ignore_data_skip` is the way out that the refusal names."""
     rows = (task / "few.jsonl").read_text().splitlines(keepends=True)
     (task / "more.jsonl").write_text("".join(rows[3:]))
-    options = {"dataset": task / "more.jsonl", "ignore_data_skip": "true", "resume": whole / "checkpoint-8"}
+    options = ALONE | {"dataset": task / "more.jsonl", "ignore_data_skip": "true", "resume": alone / "checkpoint-8"}
     assert sorted(read_losses(train(task, "other_data", **options))) == list(range(9, 15))
 
 
 @pytest.mark.slow
-def test_a_run_in_an_empty_folder_starts_afresh(task, whole):
+def test_a_run_in_an_empty_folder_starts_afresh(task):
     """`auto` is for a command that is started again and again: the first time there is nothing."""
     (task / "empty").mkdir()
-    process = start(task, "empty", max_steps=2)
+    process = start(task, "empty", **ALONE, max_steps=2)
     assert finish(process, task, "empty") == 0
     assert read_losses(task / "empty").keys() == {1, 2}
