@@ -24,7 +24,7 @@ gc.disable()  # while collecting imports everything: see lorashard.importing
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
+    gc.freeze()  # or a forked rank that collects its garbage would write to each page that it shares
     gc.enable()
 
 

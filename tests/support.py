@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import queue
@@ -38,8 +37,6 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
             context.Process(target=_rank_main, args=(rank, world_size, store, results, body, args), daemon=True)
             for rank in range(world_size)
         ]
-        gc.collect()
-        gc.freeze()  # or a rank that collects its garbage would write to each page that it shares with this process
         for process in ranks:
             process.start()
         try:
