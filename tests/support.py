@@ -20,9 +20,10 @@ from lorashard.lock import find_process
 
 # In the environment of scripts, saves a quarter of their start.
 QUICK_START = {"PYTHONPATH": str(Path(__file__).with_name("quick_start"))}
+_DEADLINE_S = 600  # of ranks that hang
 
 
-def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600) -> list[Any]:
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `body(rank, *args)` on `world_size` gloo ranks and return what each returned.
 
     Ranks are forked, which takes 0.1 s instead of the 3 s of a new interpreter; that needs a parent in which torch has
@@ -40,7 +41,7 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
         for process in ranks:
             process.start()
         try:
-            return _collect(ranks, results, time.monotonic() + timeout_s)
+            return _collect(ranks, results, time.monotonic() + _DEADLINE_S)
         finally:
             for process in ranks:
                 process.join(timeout=2)
