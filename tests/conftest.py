@@ -2,8 +2,9 @@
 
 import gc
 import os
+import resource
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -36,3 +37,67 @@ def list_children() -> Callable[[], list[psutil.Process]]:
     """
     before = psutil.Process().children(recursive=True)
     return lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
+
+
+# --- The CPU budget of each file: CPU-seconds do not depend on what else the machine does, so growth fails, not load.
+
+_DEFAULT_BUDGET_S = 900.0
+_spent_s = pytest.StashKey[dict[str, float]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_spent_s] = {}
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_WorkerSums(config))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_budget(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a file whose processes took more CPU-seconds than its `CPU_BUDGET_S`, which says why it needs more than the default."""
+    begin_s = _used_s()
+    yield
+    spent_s = _used_s() - begin_s
+    budget_s = getattr(request.module, "CPU_BUDGET_S", _DEFAULT_BUDGET_S)
+    request.config.stash[_spent_s][str(request.path.relative_to(request.config.rootpath))] = spent_s
+    if spent_s > budget_s:
+        pytest.fail(f"{request.path.name} took {spent_s:.0f} CPU-seconds of {budget_s:.0f}", pytrace=False)
+
+
+def _used_s() -> float:
+    """Return the CPU-seconds of this process, of its ended children and of its running descendants with theirs."""
+    total_s = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        total_s += usage.ru_utime + usage.ru_stime
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total_s += times.user + times.system + times.children_user + times.children_system
+    return total_s
+
+
+class _WorkerSums:
+    """Brings what each worker of pytest-xdist has measured to the summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["cpu_s"] = self._config.stash[_spent_s]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        self._config.stash[_spent_s].update(getattr(node, "workeroutput", {}).get("cpu_s", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    spent_s = sorted(config.stash[_spent_s].items(), key=lambda item: -item[1])
+    if not spent_s:
+        return
+    terminalreporter.section("CPU-seconds by file")
+    for path, seconds in spent_s[: 20 if config.option.verbose < 1 else None]:
+        terminalreporter.line(f"{seconds:7.1f}  {path}")
+    terminalreporter.line(f"{sum(seconds for _, seconds in spent_s):7.1f}  in all {len(spent_s)} files")
