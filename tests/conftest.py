@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def cpu_budget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a file whose processes took more CPU-seconds than its `CPU_BUDGET_S`, which says why it needs more than the default."""
+    """Fail a file whose processes took more CPU-seconds than the default, or than the `CPU_BUDGET_S` that it states."""
     begin_s = _used_s()
     yield
     spent_s = _used_s() - begin_s
