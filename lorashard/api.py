@@ -291,7 +291,7 @@ def shard(
     name_units(model, resolved.unit_paths)
     structure = find_structure(model, base_test(model))
     quantize_structure(structure, meant)
-    group = dist.ShardGroup.of_size(resolved.group_size)
+    group = dist.ShardGroup.of_size(resolved.group_size, resolved.wait_warning_s)
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch)
