@@ -293,9 +293,11 @@ class Lookout:
             work.wait()
         except RuntimeError as error:
             _leave_word(roll_call, f"has waited in vain, to {deed}")
-            if not is_timeout(error):
+            text = self._describe(roll_call, deed, begin_s)
+            if not is_timeout(error):  # another rank is gone, or has come to its timeout
+                error.add_note(text)
                 raise
-            raise ShardError(self._describe(roll_call, deed, begin_s)) from error
+            raise ShardError(text) from error
         _leave_word(roll_call, "")
 
     def _describe(self, roll_call: RollCall, deed: str, begin_s: float) -> str:
@@ -491,9 +493,9 @@ class ShardGroup:
 
         Ranks: collective over all ranks: each makes the groups of all.
         """
+        _end_unused_groups(size)
         if size == 1:
             return cls()
-        _end_unused_groups(size)
         groups = _share_group("gathers", None, size), _share_group("comparisons", "gloo", size)
         begin = get_rank() - get_rank() % size
         store = dist.distributed_c10d._get_process_group_store(groups[1])
