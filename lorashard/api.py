@@ -111,7 +111,7 @@ def load(
             "units" of the model while they are read.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
-            `activation_checkpointing_layers`, `unit_paths`.
+            `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.

@@ -368,6 +368,8 @@ class HostGroup:
     def find_largest(self, values: Sequence[int], deed: str = "agree") -> list[int]:
         """Return for each of `values`, 64-bit integers, the largest that any rank has there.
 
+        Rank 0 hears from each rank and tells all through a tree: gloo's all-reduce would go round a ring of all twice.
+
         Args:
             deed: what they are needed for, as a rank that waits long says it.
 
@@ -379,8 +381,11 @@ class HostGroup:
         if self.group is None or self.lookout is None:
             return list(values)
         largest = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.lookout.wait(work, deed)
+        everyone = [torch.empty_like(largest) for _ in range(get_world_size())] if get_rank() == 0 else None
+        self.lookout.wait(dist.gather(largest, everyone, dst=0, group=self.group, async_op=True), deed)
+        if everyone is not None:
+            largest = torch.stack(everyone).amax(0)
+        self.lookout.wait(dist.broadcast(largest, src=0, group=self.group, async_op=True), deed)
         return largest.tolist()
 
     def broadcast_object(self, value: T) -> T:

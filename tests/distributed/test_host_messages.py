@@ -40,6 +40,16 @@ def test_adapters_on_the_host_are_shared_without_a_default_group_for_it():
         assert run_ranks(share_on_host, 2, folder) == [True, True]
 
 
+def find_largest(rank: int) -> list[int]:
+    own = [-5 - rank, 2**62 + rank, rank == 1]
+    return [found for _ in range(2) for found in HostGroup.of_all().find_largest(own)]
+
+
+def test_every_rank_knows_the_largest_of_each_value():
+    """Catches a stop that only some ranks hear of, or one rank's value in all places."""
+    assert run_ranks(find_largest, 3) == [[-5, 2**62 + 2, 1] * 2] * 3
+
+
 def cancel_on_host(rank: int, folder: str) -> list[bool]:
     join_without_host(rank, f"{folder}/chat")
     cancel = _Cancel(lambda: rank == 0, HostGroup.of_all())
