@@ -381,10 +381,12 @@ class HostGroup:
         if self.group is None or self.lookout is None:
             return list(values)
         largest = torch.tensor(values, dtype=torch.int64)
-        everyone = [torch.empty_like(largest) for _ in range(get_world_size())] if get_rank() == 0 else None
-        self.lookout.wait(dist.gather(largest, everyone, dst=0, group=self.group, async_op=True), deed)
-        if everyone is not None:
+        if get_rank() == 0:
+            everyone = [torch.empty_like(largest) for _ in range(get_world_size())]
+            self.lookout.wait(dist.gather(largest, everyone, dst=0, group=self.group, async_op=True), deed)
             largest = torch.stack(everyone).amax(0)
+        else:  # which waits for nobody: rank 0's answer is what says that all have come
+            dist.gather(largest, dst=0, group=self.group)
         self.lookout.wait(dist.broadcast(largest, src=0, group=self.group, async_op=True), deed)
         return largest.tolist()
 

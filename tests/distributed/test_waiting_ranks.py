@@ -13,7 +13,7 @@ from support import run_ranks
 from tiny import build_model, make_batch
 
 import lorashard
-from lorashard.dist import set_timeout
+from lorashard.dist import HostGroup, set_timeout
 from lorashard.errors import ShardError
 
 CPU_BUDGET_S = 60
@@ -59,6 +59,25 @@ def test_ranks_that_wait_for_one_that_is_elsewhere_say_where_all_are():
     # The first to come to its timeout ends the other's wait, which gloo calls a closed connection.
     assert ShardError in [kind for _, kind, _, _ in found[:2]]
     assert found[2][0] == ""
+
+
+def agree_late(rank: int) -> str:
+    host_group = HostGroup.of_all(wait_warning_s=0.2)
+    host_group.find_largest([rank], "begin")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        if rank == 2:
+            time.sleep(1)
+        host_group.find_largest([rank], "end a step")
+    return said.getvalue()
+
+
+def test_what_an_absent_rank_did_last_is_what_all_did_last():
+    """Catches a rank that takes its own message, which is on the way, for one that all have answered."""
+    for rank, said in enumerate(run_ranks(agree_late, 3)[:2]):
+        assert f"rank {rank} has waited" in said
+        assert "rank 2 is elsewhere: it last came" in said
+        assert "s ago, to begin" in said
 
 
 def be_late(rank: int) -> tuple[str, list[str | None]]:
