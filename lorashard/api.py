@@ -111,7 +111,7 @@ def load(
             "units" of the model while they are read.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
-            `activation_checkpointing_layers`, `unit_paths`.
+            `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
@@ -291,7 +291,7 @@ def shard(
     name_units(model, resolved.unit_paths)
     structure = find_structure(model, base_test(model))
     quantize_structure(structure, meant)
-    group = dist.ShardGroup.of_size(resolved.group_size)
+    group = dist.ShardGroup.of_size(resolved.group_size, resolved.wait_warning_s)
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch)

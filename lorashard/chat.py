@@ -53,7 +53,7 @@ def chat(options: ChatOptions) -> None:
             listener.greet(placement, tokenizer.chat_template is not None)
         while True:
             ask = listener.read(_PATIENCE_S) if listener is not None else None
-            ask = ask if is_alone else dist.broadcast_object(ask)
+            ask = speaker.host_group.broadcast_object(ask)
             if ask is None:
                 return
             if ask.kind == "reset":
@@ -79,6 +79,7 @@ class _Speaker:
         self._stop_ids = writer.find_stop_ids()
         self._is_for_program = options.as_json
         self.is_collective = self._build_generator(options).is_collective
+        self.host_group = dist.HostGroup.of_all() if self.is_collective else dist.HostGroup()
         self._num_answers = 0
         self.reset()
 
@@ -138,7 +139,7 @@ class _Speaker:
         streamer = None
         if listener is not None:
             streamer = _Streamer(self._tokenizer, lambda text: listener.add(source, text), generator.stop_ids)
-        cancel = _Cancel(listener.is_cancelled if listener is not None else lambda: False, self.is_collective)
+        cancel = _Cancel(listener.is_cancelled if listener is not None else lambda: False, self.host_group)
         torch.manual_seed(ask.options.seed + self._num_answers if ask.seed is None else ask.seed)
         with (
             self._model.disable_adapter() if source == "base" else nullcontext(),
@@ -146,7 +147,7 @@ class _Speaker:
         ):
             new = generator.generate([token_ids], streamer, StoppingCriteriaList([cancel]))[0]
         # What is said next depends on it: rank 0's, which has been read, is what was said.
-        return dist.broadcast_object((new, cancel.is_set)) if self.is_collective else (new, cancel.is_set)
+        return self.host_group.broadcast_object((new, cancel.is_set))
 
     def _build_generator(self, options: ChatOptions) -> Generator:
         return Generator(self._model, self._tokenizer, options.max_new_tokens, self._stop_ids, read_sampling(options))
@@ -159,9 +160,14 @@ class _Cancel(StoppingCriteria):
     and which goes on for the others' sake. Such a rank asks no stopping criterion.
     """
 
-    def __init__(self, is_asked: Callable[[], bool], is_collective: bool) -> None:
+    def __init__(self, is_asked: Callable[[], bool], host_group: dist.HostGroup) -> None:
+        """Make one.
+
+        Args:
+            host_group: of the ranks that answer together. Over NCCL each token would wait for the device.
+        """
         self._is_asked = is_asked
-        self._is_collective = is_collective
+        self._host_group = host_group
         self.is_set = False
 
     @contextmanager
@@ -174,8 +180,7 @@ class _Cancel(StoppingCriteria):
             hook.remove()
 
     def _look(self, *_: object) -> None:
-        is_set = self.is_set or self._is_asked()
-        self.is_set = dist.broadcast_object(is_set) if self._is_collective else is_set
+        self.is_set = self._host_group.broadcast_object(self.is_set or self._is_asked())
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return torch.full((len(input_ids),), self.is_set, dtype=torch.bool, device=input_ids.device)

@@ -17,6 +17,8 @@ from .errors import ConfigError
 RUN_ID_PREFIX = "lorashard-"
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# Torch 2.9 and later read the first where the other two, its older names, are not set.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def build_environment(choice: RankChoice, environ: Mapping[str, str]) -> dict[st
     changes = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if "OMP_NUM_THREADS" not in environ:
         changes["OMP_NUM_THREADS"] = str(max(1, count_cores() // choice.num_ranks))
+    if choice.device_type == "cuda":
+        changes |= _choose_for_gpus(environ)
     if choice.device_type == "cpu":
         # Where it is not told, accelerate sees one process on a machine without GPUs, and each rank trains alone.
         changes |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -146,6 +150,19 @@ def build_environment(choice: RankChoice, environ: Mapping[str, str]) -> dict[st
         visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         names = [visible[gpu_id] if visible else str(gpu_id) for gpu_id in choice.gpu_ids]
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    return changes
+
+
+def _choose_for_gpus(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what ranks on GPUs are told, but for what somebody has decided."""
+    changes = {}
+    if "NCCL_LAUNCH_ORDER_IMPLICIT" not in environ:
+        # The base's gathers and the adapter's all-reduce are two communicators in flight: from 2.26 on NCCL then keeps
+        # them in the order in which each rank has launched them, which is the same on all.
+        changes["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    if not any(name in environ for name in _ALLOCATOR_VARIABLES):
+        # Batches of many lengths fragment the cache, and the plan fills memory to its edge.
+        changes["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return changes
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -13,10 +17,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from .errors import ShardError
 from .plugins import is_on
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+_OWN = "lorashard:"  # begins the description of each group that is made here
+WAIT_WARNING_S = 60.0
+_MOMENT_S = 1.0  # a shorter wait for other ranks is not worth a word in the store
 
 
 class Work(Protocol):
@@ -143,14 +151,26 @@ def gather_objects(value: T) -> list[T]:
 
 
 def broadcast_(tensors: Iterable[torch.Tensor], source_rank: int = 0) -> None:
-    """Overwrite `tensors` on every rank with those of `source_rank`.
+    """Overwrite `tensors`, on whichever device each is, on every rank with those of `source_rank`.
 
     Ranks: collective over all ranks, in the order of `tensors`. Nothing to do with one rank.
     """
     if get_world_size() == 1:
         return
     for tensor in tensors:
-        dist.broadcast(tensor, src=source_rank)
+        dist.broadcast(tensor, src=source_rank, group=_find_group_of(tensor.device))
+
+
+def _find_group_of(device: torch.device) -> dist.ProcessGroup | None:
+    """Return a group of all ranks that can send a device's tensors: NCCL's, which is the default, sends none of a CPU.
+
+    Ranks: collective over all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if device.type in [served.type for served in world._device_types]:
+        return world
+    return _share_group("agreements", "gloo", get_world_size())
 
 
 def sum_(tensor: torch.Tensor) -> None:
@@ -162,15 +182,160 @@ def sum_(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def _make_group(backend: str | None, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """Make a group whose collectives may take as long as the default group's (`ddp_timeout`): torch's own does not ask.
+class _Use(weakref.ref):
+    """Marks a process group as used for as long as the mark itself is kept; `_is_used` finds it."""
 
-    Ranks: collective over all ranks.
+
+def _is_used(group: dist.ProcessGroup) -> bool:
+    return any(isinstance(mark, _Use) for mark in weakref.getweakrefs(group))
+
+
+def _find_own_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of this rank that were made here, in the order in which they were made."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith(_OWN)]
+
+
+def _share_group(purpose: str, backend: str | None, size: int) -> dist.ProcessGroup:
+    """Return this rank's group of `size` consecutive ranks for a purpose: the one that is there, or else a new one.
+
+    Torch's table of groups is where it is found again, so it goes with the default group. Its collectives may take as
+    long as the default group's (`ddp_timeout`): torch's own `new_group` does not ask.
+
+    Ranks: collective over all ranks: each makes the groups of all. One that is there is there on all ranks.
     """
     world = dist.group.WORLD
     assert world is not None
-    options = world._get_backend(world._device_types[0]).options
-    return dist.new_group(ranks, timeout=options._timeout, backend=backend)
+    timeout = world._get_backend(world._device_types[0]).options._timeout
+    description = f"{_OWN} {purpose} over {size} ranks"
+    for group in _find_own_groups():
+        if group.group_desc == description:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            return group
+    own: dist.ProcessGroup | None = None
+    for begin in range(0, get_world_size(), size):
+        ranks = list(range(begin, begin + size))
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=description)
+        if get_rank() in ranks:
+            own = group
+    assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
+    return own
+
+
+def _end_unused_groups(size: int) -> None:
+    """End the groups of other sizes than `size` that no rank uses any more.
+
+    Models are collected at different times on different ranks, and the end of an NCCL group is a collective of the
+    ranks of a node, so none ends when its last model does: all ranks end it here, where they meet.
+
+    Ranks: collective over all ranks.
+    """
+    others = [group for group in _find_own_groups() if not group.group_desc.endswith(f" {size} ranks")]
+    if not others:
+        return
+    unused = [group.group_desc for group in others if not _is_used(group)]
+    ended = set(unused).intersection(*gather_objects(unused))
+    while others:
+        group = others.pop(0)
+        if group.group_desc in ended:
+            # These hold the threads. Their end comes with the last name for them, after the group's, since only a
+            # backend's own end waits for the threads without the interpreter's lock, for which they may wait.
+            backends = [group._get_backend(device) for device in group._device_types]
+            dist.destroy_process_group(group)
+            del group
+            backends.clear()
+
+
+class Lookout:
+    """Waits for other ranks, and says where each of them stands if that takes long.
+
+    A rank leaves a word in the process group's store only when it has waited for a moment, so that where ranks meet at
+    once nothing is added. One that has left no word is elsewhere: the last that it did here is the last that all did.
+
+    Ranks: local.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], warn_after_s: float, describe_ranks: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Make one.
+
+        Args:
+            ranks: those that wait for one another.
+            warn_after_s: how long one waits before it speaks; 0: for ever.
+            describe_ranks: what else is known of where they stand, a line each.
+        """
+        self._ranks = ranks
+        self._warn_after_s = warn_after_s
+        self._last: tuple[str, float] | None = None  # what all came to last, and when
+        self.describe_ranks = describe_ranks
+
+    def wait(self, work: Any, deed: str) -> None:
+        """Wait for a collective on the host.
+
+        Args:
+            deed: what the ranks meet for, such as `begin a forward`.
+
+        Raises:
+            ShardError: the group's time-out is over; it says where each rank stands.
+        """
+        begin_s = time.monotonic()
+        if not _is_done_within(work, min(_MOMENT_S, self._warn_after_s / 4) or _MOMENT_S):
+            self._wait_long(work, deed, begin_s)
+        self._last = deed, time.monotonic()
+
+    def _wait_long(self, work: Any, deed: str, begin_s: float) -> None:
+        roll_call = RollCall.of_group("waits")
+        _leave_word(roll_call, f"waits too, to {deed}")
+        left_s = begin_s + self._warn_after_s - time.monotonic()
+        try:
+            if self._warn_after_s > 0 and not _is_done_within(work, max(left_s, 0.001)):
+                print(f"lorashard: {self._describe(roll_call, deed, begin_s)}", file=sys.stderr, flush=True)
+            work.wait()
+        except RuntimeError as error:
+            _leave_word(roll_call, f"has waited in vain, to {deed}")
+            text = self._describe(roll_call, deed, begin_s)
+            if not is_timeout(error):  # another rank is gone, or has come to its timeout
+                error.add_note(text)
+                raise
+            raise ShardError(text) from error
+        _leave_word(roll_call, "")
+
+    def _describe(self, roll_call: RollCall, deed: str, begin_s: float) -> str:
+        now_s = time.monotonic()
+        words: Sequence[str | None] = []
+        with suppress(RuntimeError):
+            words = roll_call.read_words()
+        last = "has not been there since the model was loaded"
+        if self._last is not None:
+            last = f"is elsewhere: it last came, {now_s - self._last[1]:.0f} s ago, to {self._last[0]}"
+        others = [
+            f"rank {rank} {(words[rank] or last) if words else 'cannot be asked: the store does not answer'}"
+            for rank in self._ranks
+            if rank != get_rank()
+        ]
+        text = (
+            f"rank {get_rank()} has waited {now_s - begin_s:.0f} s for other ranks to {deed}; {'; '.join(others)}. "
+            "Sharded ranks must run the same forwards, backwards and steps in the same order: look for what one rank "
+            "does alone (an evaluation, generate, a collective of the script); if one is only slow, raise "
+            "wait_warning_s, and the process group's timeout (ddp_timeout)"
+        )
+        return "\n".join(filter(None, [text, self.describe_ranks()]))
+
+
+def _is_done_within(work: Any, seconds: float) -> bool:
+    """Tell whether a collective on the host has ended after at most `seconds`; one that has failed raises."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has failed, or has ended right now
+    return True
+
+
+def _leave_word(roll_call: RollCall, word: str) -> None:
+    with suppress(RuntimeError):  # the store may be gone: what is waited for comes all the same, or ends by its timeout
+        roll_call.leave_word(word)
 
 
 @dataclass(frozen=True)
@@ -181,44 +346,96 @@ class HostGroup:
     """
 
     group: dist.ProcessGroup | None = None
+    lookout: Lookout | None = None
+    use: _Use | None = None
 
     @classmethod
-    def of_all(cls) -> HostGroup:
-        """Make the group."""
-        return cls(_make_group("gloo") if get_world_size() > 1 else None)
+    def of_all(
+        cls, wait_warning_s: float = WAIT_WARNING_S, describe_ranks: Callable[[], str] = lambda: ""
+    ) -> HostGroup:
+        """Make one, over a group that all share.
 
-    def find_largest(self, values: Sequence[int]) -> list[int]:
+        Args:
+            wait_warning_s: how long a rank waits for others before it says where each stands; 0: for ever.
+            describe_ranks: what else is known of where they stand, a line each.
+        """
+        size = get_world_size()
+        if size == 1:
+            return cls()
+        group = _share_group("agreements", "gloo", size)
+        return cls(group, Lookout(range(size), wait_warning_s, describe_ranks), _Use(group))
+
+    def find_largest(self, values: Sequence[int], deed: str = "agree") -> list[int]:
         """Return for each of `values`, 64-bit integers, the largest that any rank has there.
+
+        Rank 0 hears from each rank and tells all through a tree: gloo's all-reduce would go round a ring of all twice.
+
+        Args:
+            deed: what they are needed for, as a rank that waits long says it.
+
+        Raises:
+            ShardError: the group's time-out is over.
+
+        Ranks: collective over all ranks.
+        """
+        if self.group is None or self.lookout is None:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        if get_rank() == 0:
+            everyone = [torch.empty_like(largest) for _ in range(get_world_size())]
+            self.lookout.wait(dist.gather(largest, everyone, dst=0, group=self.group, async_op=True), deed)
+            largest = torch.stack(everyone).amax(0)
+        else:  # which waits for nobody: rank 0's answer is what says that all have come
+            dist.gather(largest, dst=0, group=self.group)
+        self.lookout.wait(dist.broadcast(largest, src=0, group=self.group, async_op=True), deed)
+        return largest.tolist()
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's `value`, a small picklable object.
 
         Ranks: collective over all ranks.
         """
         if self.group is None:
-            return list(values)
-        largest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return largest.tolist()
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
 
 class RollCall:
-    """How far each rank has come, noted in the launcher's store, which answers while ranks wait for one another.
+    """How far each rank has come, noted in a store, which answers while ranks wait for one another.
 
-    Ranks: local; it needs no process group.
+    Ranks: local.
     """
 
-    def __init__(self, env: LauncherEnv, timeout_s: float, name: str = "roll-call") -> None:
-        """Connect to the store.
+    def __init__(self, store: dist.Store, rank: int, size: int, name: str) -> None:
+        """Use a store.
+
+        Args:
+            name: ranks of the same name read one another's notes. A store outlives the ranks that torchrun restarts.
+        """
+        self._store = dist.PrefixStore(f"lorashard-{name}", store)
+        self._rank = rank
+        self._size = size
+
+    @classmethod
+    def of_launch(cls, env: LauncherEnv, timeout_s: float, name: str = "roll-call") -> RollCall:
+        """Connect to the launcher's store, which needs no process group.
 
         Args:
             timeout_s: how long the store may take to be there.
-            name: ranks of the same name read one another's notes. A store outlives the ranks that torchrun restarts.
 
         Raises:
             RuntimeError: There is no store.
         """
         timeout = timedelta(seconds=timeout_s)
-        store, _, self._size = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
-        self._store = dist.PrefixStore(f"lorashard-{name}", store)
-        self._rank = env.rank
+        store, _, size = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+        return cls(store, env.rank, size, name)
+
+    @classmethod
+    def of_group(cls, name: str) -> RollCall:
+        """Use the store that the default process group met in, whichever that is."""
+        return cls(dist.distributed_c10d._get_default_store(), get_rank(), get_world_size(), name)
 
     def note(self, step: str) -> None:
         """Say that this rank has come to `step`."""
@@ -258,7 +475,7 @@ class ShardGroup:
 
     Base gathers never queue behind the adapter's all-reduce, since they have their own communicator. Ranks compare
     where they stand over a second, gloo group on the host: it needs no device synchronisation and cannot pair up
-    with a gather.
+    with a gather. Models that are sharded over the same ranks share the two, and have a `number` each.
 
     Ranks: creating one is collective over all ranks. `size` 1 needs no process group.
     """
@@ -267,25 +484,36 @@ class ShardGroup:
     size: int = 1
     gather_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
+    number: int = 0
+    lookout: Lookout | None = None
+    uses: tuple[_Use, ...] = ()
     num_gathers: int = field(default=0, init=False)
     gathered_bytes: int = field(default=0, init=False)
 
     @classmethod
-    def of_size(cls, size: int) -> ShardGroup:
+    def of_size(cls, size: int, wait_warning_s: float = WAIT_WARNING_S) -> ShardGroup:
         """Shard over this rank's `size` consecutive ranks of the default process group, whose size `size` divides.
+
+        Args:
+            wait_warning_s: how long a rank waits for others in a comparison before it says where each stands; 0: for
+                ever.
 
         Ranks: collective over all ranks: each makes the groups of all.
         """
+        _end_unused_groups(size)
         if size == 1:
             return cls()
-        own: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        for begin in range(0, get_world_size(), size):
-            ranks = list(range(begin, begin + size))
-            groups = _make_group(None, ranks), _make_group("gloo", ranks)
-            if get_rank() in ranks:
-                own = groups
-        assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
-        return cls(get_rank() % size, size, *own)
+        groups = _share_group("gathers", None, size), _share_group("comparisons", "gloo", size)
+        begin = get_rank() - get_rank() % size
+        store = dist.distributed_c10d._get_process_group_store(groups[1])
+        return cls(
+            get_rank() % size,
+            size,
+            *groups,
+            number=store.add(f"models/{get_rank()}", 1),
+            lookout=Lookout(range(begin, begin + size), wait_warning_s),
+            uses=tuple(map(_Use, groups)),
+        )
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start filling `whole` (uint8, [size * shard]) with every rank's `shard` (uint8, [shard]).
@@ -303,14 +531,22 @@ class ShardGroup:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(whole, shard, group=self.gather_group, async_op=True)
 
-    def compare(self, values: Sequence[int]) -> list[list[int]] | None:
+    def compare(self, values: Sequence[int], deed: str = "compare where they stand") -> list[list[int]] | None:
         """Return every rank's `values` (64-bit integers) if any rank's differ, else None.
+
+        Args:
+            deed: what they are compared before, as a rank that waits long says it.
+
+        Raises:
+            ShardError: the group's time-out is over.
 
         Ranks: collective over the group, on the host.
         """
+        assert self.lookout is not None
         mine = torch.tensor(values, dtype=torch.int64)
         low_and_high = torch.stack([mine, -mine])
-        dist.all_reduce(low_and_high, op=dist.ReduceOp.MIN, group=self.control_group)
+        work = dist.all_reduce(low_and_high, op=dist.ReduceOp.MIN, group=self.control_group, async_op=True)
+        self.lookout.wait(work, deed)
         if torch.equal(low_and_high[0], -low_and_high[1]):
             return None
         everyone = [torch.empty_like(mine) for _ in range(self.size)]

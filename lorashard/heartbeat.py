@@ -101,7 +101,7 @@ class Heartbeat:
         while not self._is_over.is_set():
             # The store may be gone for good (the launcher has died, or rank 0, which kept it, is done) or for a while.
             with suppress(RuntimeError):
-                self._watch(RollCall(self._env, _CONNECT_S, name))
+                self._watch(RollCall.of_launch(self._env, _CONNECT_S, name))
             self._is_over.wait(self._interval_s)
 
     def _watch(self, roll_call: RollCall) -> None:

@@ -51,6 +51,9 @@ class PlacementOptions(BaseModel):
     unit_paths: list[str] | None = None
     """Paths of the modules to gather one at a time, such as `model.layers` or `model.block_*`, where the decoder layers
     are not found from the model itself or are too large; everything that counts layers then counts these."""
+    wait_warning_s: float = Field(default=60.0, ge=0)
+    """Seconds that a rank waits for the others where they compare what they are about to do, before it says on stderr,
+    once for each wait, where it is and where they are; 0: never."""
 
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
@@ -106,6 +109,7 @@ class ResolvedPlacement:
         resident_layers: decoder layers that stay whole, or `all` units.
         activation_checkpointing_layers: decoder layers that are recomputed where activation checkpointing is on.
         unit_paths: modules that are gathered one at a time, where they were named.
+        wait_warning_s: how long a rank waits for others before it says where each stands; 0: for ever.
     """
 
     placement: Placement
@@ -115,6 +119,7 @@ class ResolvedPlacement:
     layer_microbatch_size: int | None
     activation_checkpointing_layers: Literal["all"] | int = "all"
     unit_paths: list[str] | None = None
+    wait_warning_s: float = 60.0
 
 
 def read_placement(**options: object) -> PlacementOptions:
@@ -201,6 +206,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
         options.layer_microbatch_size,
         checkpointed,
         options.unit_paths,
+        options.wait_warning_s,
     )
 
 

@@ -73,7 +73,7 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
         env, config.heartbeat_timeout, lambda reason: status.end("failed", reason), lambda: status.place
     ) as heartbeat:
         try:
-            _finetune(config, run, rank, stop)
+            _finetune(config, run, rank, stop, heartbeat.describe_ranks)
         except (KeyboardInterrupt, RunStopped) as error:
             status.end("stopped", describe_end(error))
             raise
@@ -84,7 +84,7 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
             raise
 
 
-def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest) -> None:
+def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, describe_ranks: Callable[[], str]) -> None:
     def tell(line: str) -> None:
         if rank == 0:
             print(f"lorashard: {line}", flush=True)
@@ -121,6 +121,8 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest) -> None
         ),
         tell=tell,
         enter=lambda phase, step: status.enter(phase, step=step),
+        wait_warning_s=config.wait_warning_s,
+        describe_ranks=describe_ranks,
     )
     placement, plan = _place(config, prepared, run, tell)
     set_seed(arguments.seed)
@@ -131,6 +133,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest) -> None
         base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
         check_quantization(checkpoint, base.quantization, config.model_name_or_path, config.allow_base_mismatch)
     stop.check()
+    api.engine_of(model).follow_ranks(describe_ranks)
     meter = RankMeter(api.engine_of(model), base_bytes)
     if not config.trl_method.is_prepared_here:
         status.enter("tokenise")  # which TRL does

@@ -39,7 +39,8 @@ class Survival:
 
     `facts` go into each checkpoint's manifest. `rows_per_step` is given where each epoch is to be made of whole steps
     (`global_batch_size`). `saved_world_size` is that of the checkpoint that is gone on from. `tell` shows a line to the
-    person, on one rank; `enter` is told the phase that the trainer comes to, and the step.
+    person, on one rank; `enter` is told the phase that the trainer comes to, and the step. A rank that waits for others
+    at the end of a step says after `wait_warning_s` where they are, and what `describe_ranks` knows of them.
     """
 
     stop: StopRequest
@@ -49,6 +50,8 @@ class Survival:
     saved_world_size: int | None
     tell: Callable[[str], None]
     enter: Callable[[Literal["evaluate", "save"], int], None]
+    wait_warning_s: float = dist.WAIT_WARNING_S
+    describe_ranks: Callable[[], str] = lambda: ""
 
 
 class SurvivingTrainer(FiniteTrainer):
@@ -62,7 +65,7 @@ class SurvivingTrainer(FiniteTrainer):
 
     def __init__(self, *args: Any, survival: Survival, **kwargs: Any) -> None:
         self.survival = survival
-        self._host_group = dist.HostGroup.of_all()
+        self._host_group = dist.HostGroup.of_all(survival.wait_warning_s, survival.describe_ranks)
         self._stop_signal = 0
         self._saves_now = False
         self._saved_step = -1
@@ -97,7 +100,7 @@ class SurvivingTrainer(FiniteTrainer):
         asked = self.survival.stop.signal_name
         own = [signal.Signals[asked].value if asked else 0, not all(map(math.isfinite, numbers))]
         own.append(self._saves_now or self.survival.stop.take_save())
-        self._stop_signal, is_any_bad, saves_now = self._host_group.find_largest(own)
+        self._stop_signal, is_any_bad, saves_now = self._host_group.find_largest(own, "end a step")
         self._saves_now = bool(saves_now)
         if is_any_bad:
             self._judge(model, numbers)

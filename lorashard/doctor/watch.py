@@ -48,7 +48,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self._env = env
         self._speak = speak
-        self._roll_call = None if env is None else RollCall(env, timeout_s)
+        self._roll_call = None if env is None else RollCall.of_launch(env, timeout_s)
         self._ending = threading.Lock()
         self._step: _Step | None = None
         self.start()

@@ -84,7 +84,8 @@ class Engine:
     slots are hints that save time.
 
     Ranks: every rank must run the same passes in the same order; each pass and each optimizer step compares a rolling
-        hash of the gathers and raises ShardError on all ranks when one differs.
+        hash of the gathers and raises ShardError on all ranks when one differs. A rank that waits there for long says
+        where the others are.
     Memory: the homes' shards, and the slot pool, which is allocated here once.
     """
 
@@ -123,7 +124,7 @@ class Engine:
         self._leaf_hooks: list[RemovableHandle] = []
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
-        self._hash = 0
+        self._hash = group.number  # ranks that run another model than this one gather other units
         self._model = roots[0]
         if sharded:
             self._install_hooks(roots)
@@ -146,6 +147,14 @@ class Engine:
             wait_s=self._stream.waited_s(),
             workspace_bytes=sum(workspace.num_bytes for workspace in {unit.workspace for unit in self.units}),
         )
+
+    def follow_ranks(self, describe_ranks: Callable[[], str]) -> None:
+        """Let a rank that waits long for others in a comparison say what `describe_ranks` knows of them, a line each.
+
+        Ranks: local.
+        """
+        if self._group.lookout is not None:
+            self._group.lookout.describe_ranks = describe_ranks
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
@@ -394,7 +403,10 @@ class Engine:
     def _check_ranks_agree(self, check: int) -> None:
         if self._group.size == 1:
             return
-        differing = self._group.compare([check, self._group.num_gathers, self._hash])
+        differing = self._group.compare(
+            [check, self._group.num_gathers, self._hash],
+            f"begin {_CHECKS[check]} after {self._group.num_gathers} gathers",
+        )
         if differing is None:
             return
         found = "; ".join(

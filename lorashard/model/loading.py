@@ -247,7 +247,7 @@ def load_sharded(
             if identity is not None:
                 identity.check(adapter, model_name_or_path, allow_base_mismatch)
             restore(model, adapter)
-        group = ShardGroup.of_size(placement.group_size)
+        group = ShardGroup.of_size(placement.group_size, placement.wait_warning_s)
         make_home: MakeHome
         if placement.placement == "file":
             make_home = FileHomes(structure, weights, device, resident, identity)

@@ -192,6 +192,7 @@ def _candidates(
             options.layer_microbatch_size,
             "all" if recomputed == "auto" else recomputed,
             options.unit_paths,
+            options.wait_warning_s,
         )
 
     check_num_layers("resident_layers", asked_layers, len(size.layers))

@@ -121,6 +121,18 @@ def test_cpu_ranks_are_told_so() -> None:
     assert "OMP_NUM_THREADS" not in build_environment(RankChoice(2, "cpu"), {"OMP_NUM_THREADS": "5"})
 
 
+def test_gpu_ranks_order_two_communicators_and_keep_memory_in_one_piece() -> None:
+    """Catches gathers and all-reduces that overtake one another on a GPU, a cache in pieces, and a user overruled."""
+    environment = build_environment(RankChoice(2, "cuda"), {})
+    own = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    chosen = build_environment(RankChoice(2, "cuda"), own)
+
+    assert environment["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert not {"NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF"} & chosen.keys()
+    assert "PYTORCH_ALLOC_CONF" not in build_environment(RankChoice(2, "cuda"), {"PYTORCH_ALLOC_CONF": ""})
+
+
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0,2"), ("4,5,GPU-6", "4,GPU-6")])
 def test_gpu_ids_count_among_the_visible(visible: str | None, expected: str) -> None:
     """Catches `--gpus 0,2` that reaches out of what the scheduler gave this job."""
