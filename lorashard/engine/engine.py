@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..dist import ShardGroup
-from ..errors import ShardError
+from ..errors import ConfigError, ShardError
 from .autograd import Handle, PackedHandle, first_differentiable, is_in_backward, saved_handles
 from .schedule import Direction, farthest
 from .slots import Slot, SlotPool, plan_slots
@@ -183,8 +183,7 @@ class Engine:
             _make_root(root, self)
         for position, visit in enumerate(self._visits):
             for module in visit.modules:
-                module.register_forward_pre_hook(self._before_forward(position), with_kwargs=True)
-                module.register_forward_hook(self._after_forward(position), with_kwargs=True)
+                self._hook(module, position)
         if self._group.size > 1:
             engine_of = weakref.ref(self)
 
@@ -195,6 +194,19 @@ class Engine:
 
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
+
+    def _hook(self, module: nn.Module, position: int) -> None:
+        module.register_forward_pre_hook(self._before_forward(position), with_kwargs=True)
+        module.register_forward_hook(self._after_forward(position), with_kwargs=True)
+
+    def follow(self, replaced: Mapping[nn.Module, nn.Module]) -> None:
+        """Enter units by the modules that have taken the places of others too, as when an adapter is taken off."""
+        if len(self.pool) == 0:  # nothing is hooked where every unit is resident
+            return
+        for position, visit in enumerate(self._visits):
+            for module in visit.modules:
+                if module in replaced:
+                    self._hook(replaced[module], position)
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer holds a parameter of the adapter."""
@@ -416,6 +428,13 @@ def _make_root(module: nn.Module, engine: Engine) -> None:
     original = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # an error that the compiler meets while it traces would make it skip this call
+            raise ConfigError(
+                "torch.compile was given the whole model (a trainer's torch_compile=True does that), the sharding with "
+                "it: leave it out there and give torch_compile to lorashard.load or lorashard.shard, which compile "
+                "the decoder layers"
+            )
         with engine.running():
             return original.__call__(self, *args, **kwargs)
 

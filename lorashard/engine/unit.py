@@ -16,7 +16,7 @@ from .home import Home
 from .layout import Field, Layout
 from .packed import Packed, PackedWeight, Packing, Workspace
 from .placeholder import Placeholder
-from .slots import Slot
+from .slots import Slot, own_version
 from .streams import SideStream
 
 
@@ -80,7 +80,7 @@ class Unit:
         views = home.views()
         self.is_resident = views is not None
         if views is not None:
-            self._put(self._bind(views))
+            self._put(self._bind([own_version(view) for view in views]))
             self.state = State.UNSHARDED
         else:
             self._put([weight.placeholder for weight in weights])

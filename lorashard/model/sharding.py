@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from .generating import prepare_generation
 from .homes import MakeHome
 from .identity import ADAPTER_NAME, BaseIdentity, sign_adapter
 from .origin import INITIAL_ADAPTER_NAME, Origin
+from .refusals import refuse_unfrozen_base
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
+_ALSO_IGNORED_ATTRIBUTE = "_lorashard_also_ignored_by_ddp"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def shard_structure(
     is_packed = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
     if is_packed or not all(unit.is_resident for unit in engine.units):
         refuse_merging(model)
+    refuse_unfrozen_base(structure.roots[-1], engine)
     prepare_generation(model, engine)
     keep_base_out(model, engine)
     ignore_base_in_ddp(model, engine)
@@ -87,8 +90,22 @@ def shard_structure(
 
 
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
-    """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base."""
-    model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
+    """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base.
+
+    DDP takes the names from an attribute. Here they are found when it asks, since adding an adapter changes them; what
+    a script assigns to it, as TRL's `dpo --ignore_bias_buffers` does, is ignored as well as the base, not instead.
+    """
+
+    def find(self: nn.Module) -> list[str]:
+        return [*_base_names(self, engine), *self.__dict__.get(_ALSO_IGNORED_ATTRIBUTE, ())]
+
+    def add(self: nn.Module, names: Iterable[str]) -> None:
+        self.__dict__[_ALSO_IGNORED_ATTRIBUTE] = list(names)
+
+    original = type(model)
+    namespace = {"_ddp_params_and_buffers_to_ignore": property(find, add)}
+    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    model.__class__ = type(original.__name__, (original,), namespace)
 
 
 def remember_base(model: PeftModel, base: LoadedBase) -> None:
