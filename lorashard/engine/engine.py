@@ -23,7 +23,7 @@ from .slots import Slot, SlotPool, plan_slots
 from .streams import SideStream
 from .unit import State, Unit
 
-_CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step")
+_CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step", "a read of base weights")
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,28 @@ class Engine:
         copy = weight.owners[0].module._parameters[weight.owners[0].attribute].detach().clone()  # type: ignore
         unit.reshard(self._stream)
         return copy
+
+    def read(self, wanted: Sequence[tuple[Unit, int]]) -> list[torch.Tensor]:
+        """Return copies of base weights, each given by its unit and its number there, outside of a pass.
+
+        Ranks: collective over the shard group where one of their units is sharded: every rank must read the same.
+        Memory: the copies, and one slot at a time.
+        """
+        if not all(unit.is_resident for unit, _ in wanted):
+            self._check_ranks_agree(3)
+        return [self._copy_weight(unit, number) for unit, number in wanted]
+
+    def write(self, unit: Unit, number: int, value: torch.Tensor) -> None:
+        """Let a base weight have other numbers from now on: those of a checkpoint, before training goes on from there.
+
+        Ranks: local, but every rank must write the same between the same passes.
+        """
+        if unit.slot is not None:
+            unit.reshard(self._stream)
+            self._unsharded_bytes -= unit.layout.total_bytes
+            unit.evict(self._stream)
+        unit.write(number, value)
+        self._order_slots()
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 

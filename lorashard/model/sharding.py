@@ -16,6 +16,7 @@ from ..dist import ShardGroup
 from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
 from ..errors import ConfigError
 from ..quantization.options import Quantization
+from .embeddings import copy_embeddings, save_embeddings
 from .generating import prepare_generation
 from .homes import MakeHome
 from .identity import ADAPTER_NAME, BaseIdentity, sign_adapter
@@ -51,16 +52,19 @@ def shard_structure(
     group: ShardGroup,
     device: torch.device,
     prefetch: int,
+    has_own_embeddings: bool = False,
 ) -> Engine:
     """Give every unit of `structure` a home, and let an engine run `model`.
 
     Args:
         make_home: makes and fills the home of a unit; asked for one after another.
         group: the ranks that units are sharded over; they compare where they stand.
+        has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
 
     Ranks: local, but every rank must do the same.
-    Memory: the homes, and never more than one unit beside them.
+    Memory: the homes, and never more than one unit beside them; of embeddings that are saved, see `save_embeddings`.
     """
+    copies = copy_embeddings(model, structure) if has_own_embeddings and isinstance(model, PeftModel) else {}
     units: dict[int, Unit] = {}
     workspace = Workspace()
     for index, found in enumerate(structure.units):
@@ -75,8 +79,7 @@ def shard_structure(
     engine = Engine(visits, structure.roots, group, device, prefetch)
     setattr(model, ENGINE_ATTRIBUTE, engine)
     if isinstance(model, PeftModel):
-        # PEFT's default also writes an embedding that an adapter targets; a frozen one is in the base's own files.
-        model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
+        save_embeddings(model, engine, copies)
     if device.type == "cpu":
         model.to = partial(_move, model.to)  # type: ignore[method-assign]
     is_packed = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
@@ -103,8 +106,8 @@ def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
         self.__dict__[_ALSO_IGNORED_ATTRIBUTE] = list(names)
 
     original = type(model)
-    namespace = {"_ddp_params_and_buffers_to_ignore": property(find, add)}
-    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    namespace = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    namespace |= {"_ddp_params_and_buffers_to_ignore": property(find, add)}  # type: ignore[dict-item]
     model.__class__ = type(original.__name__, (original,), namespace)
 
 
