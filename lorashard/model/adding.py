@@ -30,9 +30,9 @@ def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
     """Let PEFT's `add_adapter`, `load_adapter` and `add_weighted_adapter` work on a sharded base, as on a whole one.
 
     New weights equal rank 0's. Initialisations that read the base (DoRA, `modules_to_save`) gather what they read; one
-    that would rewrite it raises ConfigError.
+    that would rewrite it raises ConfigError. What `unload` returns goes on being gathered.
 
-    Ranks: these calls are collective over all ranks.
+    Ranks: the calls that add are collective over all ranks.
     """
     model.add_adapter = partial(_add, model, engine, model.add_adapter)
     if hasattr(model.base_model, "inject_adapter"):

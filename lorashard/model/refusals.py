@@ -73,8 +73,8 @@ def check_frozen(model: PeftModel) -> None:
 def refuse_unfrozen_base(decoder: nn.Module, engine: Engine) -> None:
     """Let each pass with gradients through `decoder` raise ConfigError if a script has unfrozen weights of the base.
 
-    Those of a sharded unit would get no gradient, and those of a resident one a gradient that DDP does not reduce. The
-    flags of one attribute a weight are all that is looked at: some 0.1 us each.
+    Those of a sharded unit would get no gradient, and those of a resident one a gradient that DDP does not reduce. One
+    flag of each weight is all that is looked at.
     """
 
     def check(*_: object) -> None:

@@ -102,14 +102,16 @@ def test_a_resized_vocabulary_is_saved_and_read_back(tmp_path, bases, family, ki
 
 def resume(rank: int, folder: Path, out: Path) -> list[bool]:
     expected = logits(build(folder, **LORAS["linear"]))
-    model = lorashard.shard(build(folder, seed=rank + 50, **LORAS["linear"]), placement="shard")
-    other = logits(model)
     options = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[])
-    Trainer(model, options)._load_from_checkpoint(str(out / "checkpoint"))
-    found = [not torch.equal(other, expected), torch.equal(logits(model), expected)]
-    if rank == 0:
-        model.save_pretrained(out / "again")
-        saved = [load_file(out / name / "adapter_model.safetensors") for name in ("again", "checkpoint")]
+    found = []
+    for placement in ("shard", "replicate"):
+        model = lorashard.shard(build(folder, seed=50, **LORAS["linear"]), placement=placement)
+        other = logits(model)
+        Trainer(model, options)._load_from_checkpoint(str(out / "checkpoint"))
+        found += [not torch.equal(other, expected), torch.equal(logits(model), expected)]
+        model.save_pretrained(out / f"{placement}-{rank}")
+        names = (f"{placement}-{rank}", "checkpoint")
+        saved = [load_file(out / name / "adapter_model.safetensors") for name in names]
         found.append(find_differences(*saved) == [])
     return found
 
