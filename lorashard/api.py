@@ -25,6 +25,7 @@ from .model.backward import end_backward_at_adapters
 from .model.checkpoint import Checkpoint, resolve_folder
 from .model.checkpointing import checkpoint_some
 from .model.compiling import compile_layers, read_compile_options, refuse_quantized
+from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
 from .model.identity import BaseIdentity, read_quantized_form
 from .model.layer_major import split_layers
@@ -294,7 +295,7 @@ def shard(
     group = dist.ShardGroup.of_size(resolved.group_size, resolved.wait_warning_s)
     resident = choose_resident(structure, resolved.resident_layers)
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
-    shard_structure(model, structure, make_home, group, device, resolved.prefetch)
+    shard_structure(model, structure, make_home, group, device, resolved.prefetch, is_resized(model))
     remember_quantization(model, meant)
     return _profiled(_finish(model.to(device), resolved, compiling), profiled, profile_dir)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..dist import ShardGroup
-from ..errors import ShardError
+from ..errors import ConfigError, ShardError
 from .autograd import Handle, PackedHandle, first_differentiable, is_in_backward, saved_handles
 from .schedule import Direction, farthest
 from .slots import Slot, SlotPool, plan_slots
 from .streams import SideStream
 from .unit import State, Unit
 
-_CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step")
+_CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step", "a read of base weights")
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,28 @@ class Engine:
         unit.reshard(self._stream)
         return copy
 
+    def read(self, wanted: Sequence[tuple[Unit, int]]) -> list[torch.Tensor]:
+        """Return copies of base weights, each given by its unit and its number there, outside of a pass.
+
+        Ranks: collective over the shard group where one of their units is sharded: every rank must read the same.
+        Memory: the copies, and one slot at a time.
+        """
+        if not all(unit.is_resident for unit, _ in wanted):
+            self._check_ranks_agree(3)
+        return [self._copy_weight(unit, number) for unit, number in wanted]
+
+    def write(self, unit: Unit, number: int, value: torch.Tensor) -> None:
+        """Let a base weight have other numbers from now on: those of a checkpoint, before training goes on from there.
+
+        Ranks: local, but every rank must write the same between the same passes.
+        """
+        if unit.slot is not None:
+            unit.reshard(self._stream)
+            self._unsharded_bytes -= unit.layout.total_bytes
+            unit.evict(self._stream)
+        unit.write(number, value)
+        self._order_slots()
+
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def _install_hooks(self, roots: Sequence[nn.Module]) -> None:
@@ -192,8 +214,7 @@ class Engine:
             _make_root(root, self)
         for position, visit in enumerate(self._visits):
             for module in visit.modules:
-                module.register_forward_pre_hook(self._before_forward(position), with_kwargs=True)
-                module.register_forward_hook(self._after_forward(position), with_kwargs=True)
+                self._hook(module, position)
         if self._group.size > 1:
             engine_of = weakref.ref(self)
 
@@ -204,6 +225,19 @@ class Engine:
 
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
+
+    def _hook(self, module: nn.Module, position: int) -> None:
+        module.register_forward_pre_hook(self._before_forward(position), with_kwargs=True)
+        module.register_forward_hook(self._after_forward(position), with_kwargs=True)
+
+    def follow(self, replaced: Mapping[nn.Module, nn.Module]) -> None:
+        """Enter units by the modules that have taken the places of others too, as when an adapter is taken off."""
+        if len(self.pool) == 0:  # nothing is hooked where every unit is resident
+            return
+        for position, visit in enumerate(self._visits):
+            for module in visit.modules:
+                if module in replaced:
+                    self._hook(replaced[module], position)
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer holds a parameter of the adapter."""
@@ -428,6 +462,13 @@ def _make_root(module: nn.Module, engine: Engine) -> None:
     original = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # an error that the compiler meets while it traces would make it skip this call
+            raise ConfigError(
+                "torch.compile was given the whole model (a trainer's torch_compile=True does that), the sharding with "
+                "it: leave it out there and give torch_compile to lorashard.load or lorashard.shard, which compile "
+                "the decoder layers"
+            )
         with engine.running():
             return original.__call__(self, *args, **kwargs)
 

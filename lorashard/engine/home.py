@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 
 from ..dist import ShardGroup, Work
+from ..errors import ShardError
 from .copies import HostCopies
-from .layout import Layout
+from .layout import Field, Layout
 
 
 class Home(Protocol):
@@ -37,6 +38,10 @@ class Home(Protocol):
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
         """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the whole unit."""
+        ...
+
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        """Take other bytes (uint8, [field.num_bytes], on the host) for a tensor; this rank keeps its part of them."""
         ...
 
 
@@ -70,6 +75,9 @@ class DeviceHome:
         Ranks: collective over the shard group.
         """
         return self._group.all_gather(buffer[: self.layout.total_bytes], self.shard)
+
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        _write(self.shard, self.layout, self._group.rank, field, data)
 
 
 class HostHome:
@@ -109,6 +117,9 @@ class HostHome:
             return copied
         copied.wait()  # on the side stream: the gather must not send what is not there yet
         return self._group.all_gather(whole, row)
+
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        _write(self.shard, self.layout, self._group.rank, field, data)
 
 
 class FileHome:
@@ -160,3 +171,13 @@ class FileHome:
         self.num_copies += 1
         self.copied_bytes += sum(piece.numel() for _, piece in pairs)
         return self._copies.start(pairs)
+
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        raise ShardError(f"base weight '{field.name}' was written, but it is read from the checkpoint's own files")
+
+
+def _write(shard: torch.Tensor, layout: Layout, rank: int, field: Field, data: torch.Tensor) -> None:
+    for piece in layout.pieces(rank):
+        if piece.field == field:
+            num_bytes = piece.end_byte - piece.begin_byte
+            shard[piece.shard_byte : piece.shard_byte + num_bytes].copy_(data[piece.begin_byte : piece.end_byte])

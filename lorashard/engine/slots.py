@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
+def own_version(view: torch.Tensor) -> torch.Tensor:
+    """Return the same view with a version of its own.
+
+    Views of one buffer share theirs: an operation in place on one weight would look to autograd like one on every
+    weight of the buffer. PEFT parametrizes experts, and torch then sets the parameter to itself, which is such a one.
+    """
+    return view.data
+
+
 class Slot:
     """One preallocated buffer, and the unit whose bytes it holds.
 
@@ -50,9 +59,7 @@ class Slot:
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
-        # `.data` gives each view a version of its own: an in-place operation on one weight's view would else look to
-        # autograd like one on every weight of the slot.
-        return self._as_type(dtype).as_strided(shape, stride, offset).data
+        return own_version(self._as_type(dtype).as_strided(shape, stride, offset))
 
     @torch.inference_mode(False)
     def _as_type(self, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from .home import Home
 from .layout import Field, Layout
 from .packed import Packed, PackedWeight, Packing, Workspace
 from .placeholder import Placeholder
-from .slots import Slot
+from .slots import Slot, own_version
 from .streams import SideStream
 
 
@@ -80,7 +80,7 @@ class Unit:
         views = home.views()
         self.is_resident = views is not None
         if views is not None:
-            self._put(self._bind(views))
+            self._put(self._bind([own_version(view) for view in views]))
             self.state = State.UNSHARDED
         else:
             self._put([weight.placeholder for weight in weights])
@@ -151,6 +151,19 @@ class Unit:
             self.slot.owner, self.slot = None, None
             self.state = State.SHARDED
 
+    def write(self, number: int, value: torch.Tensor) -> None:
+        """Let the weight `number` have other numbers where it rests; no slot holds the old ones.
+
+        Ranks: local.
+        """
+        assert self.slot is None and self.weights[number].packing is None
+        data = value.detach().to("cpu", self.weights[number].placeholder.dtype).contiguous().view(-1).view(torch.uint8)
+        self.home.write(self._fields_of(number)[0], data)
+
+    def _fields_of(self, number: int) -> Sequence[Field]:
+        begin = sum(_count_parts(weight) for weight in self.weights[:number])
+        return self.layout.fields[begin : begin + _count_parts(self.weights[number])]
+
     def _settle(self, stream: SideStream) -> None:
         if self._work is not None:
             with _named_range(f"wait for {self.name}"):
@@ -160,9 +173,7 @@ class Unit:
     def packed(self, number: int) -> Packed:
         """Return the packed weight `number` of this unit, which is whole in its slot."""
         assert self.slot is not None
-        begin = sum(_count_parts(weight) for weight in self.weights[:number])
-        fields = self.layout.fields[begin : begin + _count_parts(self.weights[number])]
-        return self._pack(number, [self._view(self.slot, field) for field in fields])
+        return self._pack(number, [self._view(self.slot, field) for field in self._fields_of(number)])
 
     def _bind(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the modules hold, given the tensors of the layout's fields."""

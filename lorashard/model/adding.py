@@ -1,4 +1,4 @@
-"""Adapters that are put on a model after its base has been sharded, by its user or by a trainer."""
+"""Adapters that are put on a model, or taken off, after its base has been sharded, by its user or by a trainer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 
 from .. import dist
 from ..engine import Engine
 from .adapters import find_adapter_tensors
 from .refusals import check_config, check_frozen
-from .sharding import ignore_base_in_ddp
 
 
 def share_adapters(model: PeftModel, known: list[torch.Tensor] | None = None) -> None:
@@ -30,13 +30,15 @@ def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
     """Let PEFT's `add_adapter`, `load_adapter` and `add_weighted_adapter` work on a sharded base, as on a whole one.
 
     New weights equal rank 0's. Initialisations that read the base (DoRA, `modules_to_save`) gather what they read; one
-    that would rewrite it raises ConfigError.
+    that would rewrite it raises ConfigError. What `unload` returns goes on being gathered.
 
-    Ranks: these calls are collective over all ranks.
+    Ranks: the calls that add are collective over all ranks.
     """
     model.add_adapter = partial(_add, model, engine, model.add_adapter)
     if hasattr(model.base_model, "inject_adapter"):
         model.base_model.inject_adapter = partial(_inject, engine, model.base_model.inject_adapter)
+    if hasattr(model.base_model, "unload"):
+        model.base_model.unload = partial(_unload, model, engine, model.base_model.unload)
 
 
 def _add(
@@ -54,9 +56,16 @@ def _add(
         original(adapter_name, peft_config, *args, **kwargs)
     check_frozen(model)
     share_adapters(model, known)
-    ignore_base_in_ddp(model, engine)
 
 
 def _inject(engine: Engine, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     with engine.readable():
         original(*args, **kwargs)
+
+
+def _unload(model: PeftModel, engine: Engine, original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:
+    wrapped = dict(model.get_base_model().named_modules())
+    base = original(*args, **kwargs)
+    bare = dict(base.named_modules())
+    engine.follow({module: bare[path] for path, module in wrapped.items() if bare.get(path, module) is not module})
+    return base

@@ -118,6 +118,16 @@ def sign_adapter(
     os.replace(partial, file)
 
 
+def add_tensors(adapter: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Put more tensors into an adapter's file, which is replaced as a whole."""
+    file = adapter / ADAPTER_NAME
+    partial = file.with_suffix(f".partial-{os.getpid()}")
+    with open_adapter(adapter) as opened:
+        metadata = opened.metadata()
+    save_file(load_file(file) | tensors, partial, metadata=metadata)
+    os.replace(partial, file)
+
+
 def read_quantization_of(adapter: Path) -> Quantization | None:
     """Return what the base of the adapter in a folder was quantised to when it was trained; None if it was not.
 

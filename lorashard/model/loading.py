@@ -33,6 +33,7 @@ from ..quantization.format import Quantizer
 from ..quantization.options import Quantization
 from .adapters import base_test, check_coverage, inject
 from .checkpoint import CONFIG_NAME, Checkpoint, read_config_json, resolve_folder
+from .embeddings import put_saved_embeddings
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident, find_quantized
 from .identity import BaseIdentity
 from .loftq import check_loftq, initialise_loftq, is_loftq
@@ -215,6 +216,7 @@ def load_sharded(
             allow_unexpected=(*UNUSED_HEADS.get(task_type, ()), *allow_unexpected),
         )
         put_placeholders(skeleton, weights, device)
+        own = put_saved_embeddings(skeleton, adapter, device) if adapter is not None else {}
         name_units(skeleton, placement.unit_paths)
         source = CheckpointSource(weights)
         quantization = settle_quantization(weights.stored_format, quantization, str(folder))
@@ -222,9 +224,9 @@ def load_sharded(
         check_loftq(lora, is_stored_quantized)
         # Modules that a quantised checkpoint left as they are stay so.
         quantizers = (
-            weights.stored_quantizers()
+            {name: quantizer for name, quantizer in weights.stored_quantizers().items() if name not in own}
             if is_stored_quantized
-            else find_quantizers(skeleton, quantization, lambda parameter: isinstance(parameter, Placeholder))
+            else find_quantizers(skeleton, quantization, lambda p: isinstance(p, Placeholder) or p in set(own.values()))
         )
         read_quantized(skeleton, quantizers, source, device)
         line = weights.describe_stored()
@@ -258,7 +260,7 @@ def load_sharded(
             )
             make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device), converted)
         make_home = make_home if progress is None else _counted(make_home, len(structure.units), progress)
-        shard_structure(model, structure, make_home, group, device, placement.prefetch)
+        shard_structure(model, structure, make_home, group, device, placement.prefetch, bool(own))
     if placement.placement == "file":
         refuse_merging(model)
     if identity is not None:

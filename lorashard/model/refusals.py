@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
 
-from ..engine import Placeholder
+from ..engine import Engine, Placeholder, Weight
 from ..errors import ConfigError
 from ..initialisation import explain_rewriting
 from ..quantization.options import Quantization
+from .checkpoint import shorten
 
 _KINDS = {
     "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
@@ -66,6 +68,36 @@ def check_frozen(model: PeftModel) -> None:
             f"the adapter would train weights of the base itself ({trained[0]}), which is shared read-only: leave out "
             "PEFT's bias option, or name whole modules in modules_to_save"
         )
+
+
+def refuse_unfrozen_base(decoder: nn.Module, engine: Engine) -> None:
+    """Let each pass with gradients through `decoder` raise ConfigError if a script has unfrozen weights of the base.
+
+    Those of a sharded unit would get no gradient, and those of a resident one a gradient that DDP does not reduce. One
+    flag of each weight is all that is looked at.
+    """
+
+    def check(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        weights = ((weight, unit.is_resident) for unit in engine.units for weight in unit.weights)
+        names = [weight.placeholder.full_name for weight, is_resident in weights if _trains(weight, is_resident)]
+        if names:
+            raise ConfigError(
+                f"expected a base that is frozen, found requires_grad=True on {len(names)} of its weights "
+                f"({shorten(names, 3)}): the base is shared read-only, and these would not be trained. Name the "
+                "modules in modules_to_save of the LoraConfig (layer norms, a head), or the tokens of an embedding in "
+                "trainable_token_indices, and leave requires_grad of the base alone"
+            )
+
+    decoder.register_forward_pre_hook(check)
+
+
+def _trains(weight: Weight, is_resident: bool) -> bool:
+    if not is_resident:
+        return weight.placeholder.requires_grad
+    tensor = weight.owners[0].module._parameters.get(weight.owners[0].attribute)
+    return tensor is not None and tensor.requires_grad
 
 
 def check_unquantized(model: PeftModel, is_base: Callable[[nn.Parameter], bool]) -> None:

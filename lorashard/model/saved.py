@@ -175,7 +175,8 @@ def count_labels(folder: Path) -> int | None:
 def restore(model: PeftModel, folder: Path) -> None:
     """Put the tensors of the adapter in a folder on `model`, whose adapter was made from its config.
 
-    PEFT writes the embedding and the head into an adapter that targets them: these must be the base's own.
+    PEFT writes the embedding and the head into an adapter that targets them: these must be the base's own, unless
+    they are of another size (`put_saved_embeddings`).
 
     Args:
         model: with placeholders for the base that can be read.
@@ -195,7 +196,7 @@ def restore(model: PeftModel, folder: Path) -> None:
         if not _is_equal(tensors.pop(name), base[name]):
             raise CheckpointError(
                 f"the adapter in {folder} holds a base weight of its own, '{name}', that is not the one of its base: "
-                "was the vocabulary resized, or is this another base? Save the resized model as a base of its own"
+                "is this another base? Save the model that it was trained on as a base of its own"
             )
     try:
         result = set_peft_model_state_dict(model, tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,18 @@ from ..dist import ShardGroup
 from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
 from ..errors import ConfigError
 from ..quantization.options import Quantization
+from .embeddings import copy_embeddings, save_embeddings
 from .generating import prepare_generation
 from .homes import MakeHome
 from .identity import ADAPTER_NAME, BaseIdentity, sign_adapter
 from .origin import INITIAL_ADAPTER_NAME, Origin
+from .refusals import refuse_unfrozen_base
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
+_ALSO_IGNORED_ATTRIBUTE = "_lorashard_also_ignored_by_ddp"
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,19 @@ def shard_structure(
     group: ShardGroup,
     device: torch.device,
     prefetch: int,
+    has_own_embeddings: bool = False,
 ) -> Engine:
     """Give every unit of `structure` a home, and let an engine run `model`.
 
     Args:
         make_home: makes and fills the home of a unit; asked for one after another.
         group: the ranks that units are sharded over; they compare where they stand.
+        has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
 
     Ranks: local, but every rank must do the same.
-    Memory: the homes, and never more than one unit beside them.
+    Memory: the homes, and never more than one unit beside them; of embeddings that are saved, see `save_embeddings`.
     """
+    copies = copy_embeddings(model, structure) if has_own_embeddings and isinstance(model, PeftModel) else {}
     units: dict[int, Unit] = {}
     workspace = Workspace()
     for index, found in enumerate(structure.units):
@@ -73,13 +79,13 @@ def shard_structure(
     engine = Engine(visits, structure.roots, group, device, prefetch)
     setattr(model, ENGINE_ATTRIBUTE, engine)
     if isinstance(model, PeftModel):
-        # PEFT's default also writes an embedding that an adapter targets; a frozen one is in the base's own files.
-        model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
+        save_embeddings(model, engine, copies)
     if device.type == "cpu":
         model.to = partial(_move, model.to)  # type: ignore[method-assign]
     is_packed = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
     if is_packed or not all(unit.is_resident for unit in engine.units):
         refuse_merging(model)
+    refuse_unfrozen_base(structure.roots[-1], engine)
     prepare_generation(model, engine)
     keep_base_out(model, engine)
     ignore_base_in_ddp(model, engine)
@@ -87,8 +93,22 @@ def shard_structure(
 
 
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
-    """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base."""
-    model._ddp_params_and_buffers_to_ignore = list(_base_names(model, engine))  # type: ignore[assignment]
+    """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base.
+
+    DDP takes the names from an attribute. Here they are found when it asks, since adding an adapter changes them; what
+    a script assigns to it, as TRL's `dpo --ignore_bias_buffers` does, is ignored as well as the base, not instead.
+    """
+
+    def find(self: nn.Module) -> list[str]:
+        return [*_base_names(self, engine), *self.__dict__.get(_ALSO_IGNORED_ATTRIBUTE, ())]
+
+    def add(self: nn.Module, names: Iterable[str]) -> None:
+        self.__dict__[_ALSO_IGNORED_ATTRIBUTE] = list(names)
+
+    original = type(model)
+    namespace = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    namespace |= {"_ddp_params_and_buffers_to_ignore": property(find, add)}  # type: ignore[dict-item]
+    model.__class__ = type(original.__name__, (original,), namespace)
 
 
 def remember_base(model: PeftModel, base: LoadedBase) -> None:

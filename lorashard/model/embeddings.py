@@ -1,0 +1,218 @@
+"""Embeddings that belong into a saved adapter: those of a vocabulary that was resized are in no file of the base.
+
+Note [Who reads the embeddings]
+    PEFT saves them where the vocabulary is not that of the base's config. Trainer saves on rank 0 alone, where nothing
+    may be gathered: so each rank keeps a copy on its host when the base is sharded, while it has them whole anyway.
+    Where somebody asks for embeddings that are the base's own (`save_embedding_layers=True`) they are gathered, and
+    ranks that do not all ask are told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..engine import Engine, Unit
+from ..errors import CheckpointError, ConfigError
+from .identity import ADAPTER_NAME, add_tensors, open_adapter
+from .units import Structure
+
+# What PEFT's wrappers put between the path of an embedding and the name of its own weight.
+_WRAPPED = ("", "base_layer.", "original_module.", "token_adapter.base_layer.")
+
+Copies = dict[str, torch.Tensor]
+
+
+def is_resized(model: PeftModel) -> bool:
+    """Tell whether the vocabulary of a model in memory is not that of the base it was loaded from, as PEFT tells it.
+
+    One whose config is not on this machine, or that comes from none, counts as it is.
+    """
+    base = model.get_base_model()
+    name = next((c.base_model_name_or_path for c in model.peft_config.values() if c.base_model_name_or_path), None)
+    if name is None or not isinstance(base, PreTrainedModel):
+        return False
+    try:
+        stored = type(base.config).from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        return False
+    return _vocab_size(base.config) != _vocab_size(stored)
+
+
+def _vocab_size(config: PreTrainedConfig) -> int | None:
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def copy_embeddings(model: PeftModel, structure: Structure) -> Copies:
+    """Return the frozen weights of the embeddings on the host, by name, while they are whole.
+
+    Memory: none where they are on the host already, else a copy.
+    """
+    modules = _find_modules(model)
+    return {
+        weight.name: weight.parameter.detach().cpu()
+        for unit in structure.units
+        for weight in unit.weights
+        if any(owner.module in modules for owner in weight.owners)
+    }
+
+
+def _find_modules(model: PeftModel) -> set[nn.Module]:
+    """Return the input and the output embedding and what wraps them; one that trains whole is the adapter's already."""
+    base = model.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        return set()
+    parts = (base.get_input_embeddings(), base.get_output_embeddings())
+    whole = (part for part in parts if part is not None and not isinstance(part, ModulesToSaveWrapper))
+    return {module for part in whole for module in part.modules()}
+
+
+def save_embeddings(model: PeftModel, engine: Engine, copies: Copies) -> None:
+    """Let `save_pretrained` write the embeddings where PEFT would, and `load_state_dict` read them back.
+
+    PEFT's default also writes an embedding that an adapter targets; a frozen one is in the base's own files.
+
+    Args:
+        copies: from `copy_embeddings`, where the vocabulary is not that of the base's files; else empty.
+
+    Ranks: saving is collective with `save_embedding_layers=True` alone, where the base is sharded over ranks and
+        `copies` is empty. See [Who reads the embeddings].
+    Memory: the copies of what is sharded, on each rank's host.
+    """
+    embeddings = _Embeddings(model, engine, copies)
+    model.save_pretrained = partial(_save, model, embeddings, model.save_pretrained)
+    if copies:
+        model.register_load_state_dict_pre_hook(partial(_take, embeddings))
+
+
+class _Embeddings:
+    def __init__(self, model: PeftModel, engine: Engine, copies: Copies) -> None:
+        self._model = model
+        self._engine = engine
+        self.are_own = bool(copies)
+        resident = {w.placeholder.full_name for unit in engine.units if unit.is_resident for w in unit.weights}
+        self._copies = {name: tensor for name, tensor in copies.items() if name not in resident}
+
+    def find(self) -> dict[str, tuple[Unit, int]]:
+        """Return where the engine has each weight, by the names in the model: adding an adapter changes them."""
+        modules = _find_modules(self._model)
+        places = {
+            (owner.module, owner.attribute): (unit, number)
+            for unit in self._engine.units
+            for number, weight in enumerate(unit.weights)
+            for owner in weight.owners
+            if owner.module in modules
+        }
+        return {
+            f"{path}.{attribute}": places[module, attribute]
+            for path, module in self._model.named_modules()
+            for attribute in module._parameters
+            if (module, attribute) in places
+        }
+
+    def read(self) -> dict[str, torch.Tensor]:
+        found = self.find()
+        values: dict[tuple[Unit, int], torch.Tensor] = {}
+        for unit, number in found.values():
+            name = unit.weights[number].placeholder.full_name
+            if name in self._copies:
+                values[unit, number] = self._copies[name]
+        rest = [place for place in dict.fromkeys(found.values()) if place not in values]  # a tied one once
+        values |= zip(rest, self._engine.read(rest), strict=True)
+        return {name: values[place].clone() for name, place in found.items()}  # safetensors refuses shared memory
+
+    def write(self, place: tuple[Unit, int], value: torch.Tensor) -> None:
+        unit, number = place
+        name = unit.weights[number].placeholder.full_name
+        if name in self._copies:
+            self._copies[name] = value.detach().to("cpu", self._copies[name].dtype, copy=True)
+        self._engine.write(unit, number, value)
+
+
+def _save(
+    model: PeftModel,
+    embeddings: _Embeddings,
+    original: Callable[..., None],
+    save_directory: str,
+    *args: Any,
+    save_embedding_layers: bool | str = "auto",
+    **kwargs: Any,
+) -> None:
+    is_wanted = embeddings.are_own if save_embedding_layers == "auto" else bool(save_embedding_layers)
+    if is_wanted and not kwargs.get("safe_serialization", True):
+        raise ConfigError("safe_serialization: expected True where embeddings are saved with the adapter, found False")
+    values = embeddings.read() if is_wanted else {}
+    original(save_directory, *args, save_embedding_layers=False, **kwargs)
+    for name in kwargs.get("selected_adapters") or model.peft_config:
+        folder = Path(save_directory, "" if name == "default" else name)
+        if values and kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
+            add_tensors(folder, values)
+
+
+def _take(embeddings: _Embeddings, model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
+    for name, place in embeddings.find().items():
+        if prefix + name not in state:
+            continue
+        value, weight = state[prefix + name], place[0].weights[place[1]]
+        if weight.packing is None and value.shape == weight.placeholder.shape:
+            embeddings.write(place, state.pop(prefix + name))
+
+
+def put_saved_embeddings(model: PreTrainedModel, folder: Path, device: torch.device) -> dict[str, nn.Parameter]:
+    """Let embeddings in an adapter's file that are of another size than the base's take the places of those.
+
+    Args:
+        model: with placeholders for the base, and no adapter yet. Its config gets the size of the vocabulary.
+        folder: of the adapter.
+
+    Returns:
+        What was put there, by the name of the weight in the base.
+
+    Raises:
+        CheckpointError: the embedding is of another size and the head is not, or the other way round.
+    """
+    parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    paths = {module: path for path, module in model.named_modules() if module in parts}
+    new: dict[torch.Tensor, nn.Parameter] = {}
+    with open_adapter(folder) as opened:
+        shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+        for module, path in paths.items():
+            for attribute, old in _parameters_of(module):
+                key = next((k for w in _WRAPPED if (k := f"base_model.model.{path}.{w}{attribute}") in shapes), None)
+                if key is not None and shapes[key] != old.shape and shapes[key][1:] == old.shape[1:]:
+                    value = opened.get_tensor(key).to(device, old.dtype)
+                    new.setdefault(old, nn.Parameter(value, requires_grad=False))
+    if not new:
+        return {}
+    sizes = {new.get(old, old).shape[0] for module in parts for _, old in _parameters_of(module)}
+    if len(sizes) > 1:
+        raise CheckpointError(
+            f"{folder / ADAPTER_NAME} holds embeddings of a vocabulary that was resized, but not all of them (their "
+            f"sizes are {' and '.join(map(str, sorted(sizes)))}): save it again with save_embedding_layers=True"
+        )
+    put: dict[str, nn.Parameter] = {}
+    for module, path in paths.items():
+        for attribute, old in _parameters_of(module):
+            module._parameters[attribute] = put[f"{path}.{attribute}"] = new[old]
+    _set_vocab_size(model, parts, sizes.pop())
+    return put
+
+
+def _parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(attribute, p) for attribute, p in module._parameters.items() if p is not None]
+
+
+def _set_vocab_size(model: PreTrainedModel, parts: Iterable[nn.Module], size: int) -> None:
+    """Write the size to where transformers' `resize_token_embeddings` does."""
+    for part in parts:
+        setattr(part, "num_embeddings" if isinstance(part, nn.Embedding) else "out_features", size)
+    model.config.get_text_config().vocab_size = size
+    model.vocab_size = size
