@@ -141,7 +141,8 @@ class _Counter:
                 lock.acquire(timeout=_INTERVAL_S)
             except Timeout:
                 with suppress(OSError, ValueError):  # it has just begun, or is done
-                    self._progress(*json.loads(self._file.read_text()), "rows")
+                    done, total = json.loads(self._file.read_text())
+                    self._progress(done, total, "rows")
         try:
             yield
         finally:
@@ -302,13 +303,14 @@ def _count_prompt_tokens(prompt: str | list[dict[str, Any]], tokenizer: PreTrain
 
 
 def _check_report(report: DataReport, options: DataOptions) -> None:
+    cut_off = report.explain_cut_off(options.max_length)
     if report.num_skipped and options.on_bad_row == "error":
         raise DataError(
-            f"dataset {report.dataset!r}: {report.explain_skipped()}. Mend them, or set on_bad_row: skip to leave them "
-            "out"
+            f"dataset {report.dataset!r}: {report.explain_skipped()}.{cut_off} Mend them, or set on_bad_row: skip "
+            "(--on_bad_row skip) to leave them out"
         )
     if not report.rows_kept:
-        raise DataError(f"dataset {report.dataset!r}: no row is left to train on: {report.explain_skipped()}")
+        raise DataError(f"dataset {report.dataset!r}: no row is left to train on: {report.explain_skipped()}.{cut_off}")
 
 
 def _pack(path: Path, options: DataOptions) -> int:

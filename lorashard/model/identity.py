@@ -278,8 +278,8 @@ class _CountedFile(io.FileIO):
         super().__init__(file, "rb")
         self._advance = advance
 
-    def readinto(self, buffer: Any) -> int | None:  # type: ignore[override]
-        num_bytes = super().readinto(buffer)
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer) or 0
         if self._advance is not None and num_bytes:
             self._advance(num_bytes)
         return num_bytes
