@@ -90,15 +90,19 @@ class LiveBar:
         return bar
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Clear the bar's line, and draw it again afterwards. A terminal that takes nothing keeps nobody waiting."""
+    def hidden(self, is_line_whole: bool = True) -> Iterator[None]:
+        """Clear the bar's line, and draw it again afterwards. A terminal that takes nothing keeps nobody waiting.
+
+        Args:
+            is_line_whole: whether what is written ends its line; else the bar waits for the next `show`.
+        """
         is_held = self._lock.acquire(timeout=_PATIENCE_S)
         bar = self._bar if is_held else None
         try:
             if bar is not None:
                 bar.clear()
             yield
-            if bar is not None:
+            if bar is not None and is_line_whole:
                 bar.refresh()
         finally:
             if is_held:

@@ -58,7 +58,7 @@ class LogMirror(threading.Thread):
 
     def warn(self, line: str) -> None:
         """Show the person a line of the launcher's own on stderr, above the bar."""
-        with self._bar.hidden() if self._bar is not None else nullcontext():
+        with self._bar.hidden(self._is_line_whole) if self._bar is not None else nullcontext():
             warn(line)
 
     def run(self) -> None:
@@ -84,9 +84,9 @@ class LogMirror(threading.Thread):
         added = self._file.read()
         if not added:
             return
-        with self._bar.hidden() if self._bar is not None and self._is_line_whole else nullcontext():
+        was_whole, self._is_line_whole = self._is_line_whole, added.endswith(b"\n")
+        with self._bar.hidden(self._is_line_whole) if self._bar is not None and was_whole else nullcontext():
             self._write_all(added)
-        self._is_line_whole = added.endswith(b"\n")
 
     def _draw_bar(self) -> None:
         if self._bar is None or self._draw is None or time.monotonic() - self._drawn_s < _DRAW_INTERVAL_S:
