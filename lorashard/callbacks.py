@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from peft import PeftModel
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback
@@ -11,6 +10,7 @@ from transformers.trainer_utils import has_length
 
 from . import api
 from .config import RunConfig
+from .console import Console, StepLines
 from .generation import SampleCallback
 from .measuring import RankMeter
 from .profiling import StepProfiler
@@ -27,18 +27,19 @@ def add_callbacks(
     tokenizer: PreTrainedTokenizerBase,
     *,
     samples_chat: bool,
-    tell: Callable[[str], None],
+    console: Console,
 ) -> None:
     """Give a trainer the callbacks that a run's options ask for.
 
     Args:
         samples_chat: whether `sample_prompts` are turns of a conversation.
-        tell: shows a line to the person, on one rank.
+        console: what shows lines to the person, on one rank.
     """
     callbacks = trainer.callback_handler.callbacks
-    # First, so that trackers and the progress bar see what it adds to a log line.
+    StepLines.take_over(trainer, console)
+    # First, so that trackers and the person see what it adds to a log line.
     callbacks.insert(0, RunCallback(run, meter))
-    drop_refused_trackers(callbacks, trainer.args.report_to, run.folder, tell)
+    drop_refused_trackers(callbacks, trainer.args.report_to, run.folder, console.tell)
     if config.profile_range is not None:
         profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
         trainer.add_callback(ProfileCallback(profiler))

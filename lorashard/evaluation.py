@@ -10,7 +10,6 @@ from typing import Any
 
 import datasets
 import torch
-from datasets.utils import tqdm
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch.nn.functional import cross_entropy
@@ -26,6 +25,7 @@ from .errors import CheckpointError, DataError
 from .generation import Generator, answer_shared, check_length, describe_placement
 from .output import give, say
 from .plan.batches import plan_batches
+from .progress import told_progress
 from .use import load_for_use, load_saved_tokenizer
 from .use_options import EvalOptions
 
@@ -129,8 +129,9 @@ def measure_loss(model: PeftModel, rows: datasets.Dataset, pad_token_id: int, ba
     collate = DataCollatorForLanguageModeling(pad_token_id)
     sums: list[float] = []
     num_tokens = 0
-    with _scoring(model) as score:
-        for shares in tqdm(batches, desc="loss", disable=rank != 0):
+    with _scoring(model) as score, told_progress("measuring the loss", rank == 0) as tell:
+        for index, shares in enumerate(batches):
+            tell(index, len(batches), "batches")
             batch = collate([rows[row] for row in shares[rank]] or [_FILLER])
             row_sums = score({name: tensor.to(model.device) for name, tensor in batch.items()})
             if shares[rank]:

@@ -28,7 +28,7 @@ from .devices import RUN_ID_PREFIX
 from .errors import RunStopped
 from .failures import Failure, explain_failures, explain_signal
 from .importing import quick_imports
-from .output import warn
+from .progress import LiveBar
 from .rank import find_log, find_pids
 from .stopping import SAVE_SIGNAL, SPREAD_S, STOP_SIGNAL, STOPPED_EXIT_CODE
 from .terminal import LogMirror
@@ -110,6 +110,7 @@ def run_ranks(
     grace_s: int = GRACE_S,
     mirror: TextIO | None = None,
     signals: Signals | None = None,
+    draw: Callable[[LiveBar], None] | None = None,
 ) -> Failure | None:
     """Run a command in each of several ranks, with torchrun's environment, until all are done or one fails.
 
@@ -123,6 +124,7 @@ def run_ranks(
         logs_dir: An existing folder.
         grace_s: How long a rank may take to end after a signal before it is killed.
         signals: What signals to this process mean; by default they end all ranks.
+        draw: Shows on a bar, where `mirror` is a terminal, how far the ranks are.
 
     Returns:
         None, or what ended the ranks early, which nobody has been told yet.
@@ -140,7 +142,7 @@ def run_ranks(
     with (
         signals.watched(),
         tempfile.TemporaryDirectory(prefix="lorashard-notes-") as notes_dir,  # where the logs are, it may be full
-        LogMirror(find_log(logs_dir, 0), mirror),
+        LogMirror(find_log(logs_dir, 0), mirror, draw) as shown,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -161,7 +163,7 @@ def run_ranks(
                 elastic = executor.submit(
                     elastic_launch(config, sys.executable), *[word.replace("$", "$$") for word in words]
                 )
-                _watch(elastic, signals, Path(notes_dir), grace_s)
+                _watch(elastic, signals, Path(notes_dir), grace_s, shown.warn)
                 elastic.result()
             return None
         except ChildFailedError as error:
@@ -178,7 +180,7 @@ def find_python_flags() -> list[str]:
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
 
 
-def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int) -> None:
+def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int, tell: Callable[[str], None]) -> None:
     """Pass on to the ranks what signals ask for, until elastic is done with them.
 
     A rank that begins later than the signal gets it too.
@@ -198,13 +200,13 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
             if not is_said:
                 is_said = True
                 stop_s = time.monotonic() + SPREAD_S
-                _say_stop(signals.stop_signal)
+                _say_stop(signals.stop_signal, tell)
             if time.monotonic() > stop_s:
                 _send(STOP_SIGNAL, notes_dir, asked)
         elif signals.is_save_asked and find_pids(notes_dir):
             # One rank is asked, and agrees with the others: of these one that heard late would save again a step later.
             signals.is_save_asked = False
-            warn(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and going on")
+            tell(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and going on")
             _send(SAVE_SIGNAL, notes_dir, set(sorted(find_pids(notes_dir))[1:]))
 
 
@@ -221,9 +223,9 @@ def _continue_stopped(pids: Sequence[int]) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-def _say_stop(number: signal.Signals) -> None:
+def _say_stop(number: signal.Signals, tell: Callable[[str], None]) -> None:
     again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
-    warn(f"{number.name}: saving at the end of the step, and stopping then; {again} stops at once")
+    tell(f"{number.name}: saving at the end of the step, and stopping then; {again} stops at once")
 
 
 def _send(number: signal.Signals, notes_dir: Path, told: set[int]) -> None:

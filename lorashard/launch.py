@@ -32,7 +32,7 @@ from .importing import quick_imports
 from .lock import lock_run
 from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
-from .status import Status, has_begun, told_status
+from .status import Status, has_begun, read_status, show_status, told_status
 from .stopping import RESTARTS_VARIABLE, StopRequest, find_restarts
 from .terminal import Terminal
 from .wanted import check_wanted
@@ -81,7 +81,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
             )
             choice = stack.enter_context(held)
             status.enter("start", world_size=choice.num_ranks)
-            os.environ.update(build_environment(choice, os.environ) | _describe_terminal())
+            os.environ.update(build_environment(choice, os.environ))
             if choice.device_type == "cuda":
                 _check_torch_sees_gpus()
             _check_model(config, status)
@@ -97,11 +97,13 @@ def run_with_restarts(
     config: RunConfig, command: Sequence[str], num_ranks: int, logs_dir: Path, signals: Signals, status: Status
 ) -> int:
     """Run a command in ranks, and again where one has died, as often as `max_restarts` says; return the exit code."""
+    has_bar = not config.trainer_options.get("disable_tqdm")
+    draw = (lambda bar: show_status(read_status(Path(config.output_dir)), bar)) if has_bar else None
     restarts = 0
     with signals.watched():  # between two starts too
         while True:
             os.environ[RESTARTS_VARIABLE] = str(restarts)
-            failure = run_ranks(command, num_ranks, logs_dir, signals=signals)
+            failure = run_ranks(command, num_ranks, logs_dir, signals=signals, draw=draw)
             if failure is None:
                 return 0
             if not failure.is_crash or restarts == config.max_restarts or signals.stop_signal is not None:
@@ -145,7 +147,7 @@ def run_command(
         return 0
     choice = choose_ranks(options, find_gpus() if options.cpu is None else VisibleGpus(0))
     check_device(options, choice.device_type)
-    os.environ.update(build_environment(choice, os.environ) | _describe_terminal())
+    os.environ.update(build_environment(choice, os.environ))
     if choice.device_type == "cuda":
         _check_torch_sees_gpus()
     if choice.num_ranks == 1:
@@ -330,11 +332,3 @@ def _check_model(config: RunConfig, status: Status) -> None:
         is_over.set()
     with Checkpoint.open(folder):
         pass
-
-
-def _describe_terminal() -> dict[str, str]:
-    """Tell ranks, which write to a file, how wide the terminal is where rank 0's progress bar ends up."""
-    if sys.stdout is None or not sys.stdout.isatty():
-        return {}
-    size = shutil.get_terminal_size()
-    return {"COLUMNS": str(size.columns), "LINES": str(size.lines)}

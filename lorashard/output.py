@@ -9,6 +9,7 @@ import os
 import select
 import stat
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,13 @@ class _Log(io.FileIO):
 
 
 def leave_out_notices() -> None:
-    """Keep one line of bitsandbytes off stderr: it asks for a package with kernels that lorashard never calls.
+    """Keep off stderr what nobody can do anything about, and each rank of each command would show.
 
-    PEFT imports bitsandbytes wherever it is installed, so each rank of each command would show it.
+    That is a line of bitsandbytes, which PEFT imports wherever it is installed: it asks for a package with kernels that
+    lorashard never calls. And that PEFT and TRL ask transformers' models for three names that have new ones.
     """
+    names = "(is_)?gradient_checkpointing(_enable|_disable)?"
+    warnings.filterwarnings("ignore", f"`{names}` is deprecated", FutureWarning)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_showing)
 
 

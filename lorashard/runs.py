@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import math
 import platform
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,19 @@ class Run:
         status: where the run stands, which rank 0 writes down.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, show: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        """Take a place in a run's folder.
+
+        Args:
+            show: shows the person where the run stands; see `status.show_status`.
+        """
         self.folder = folder
         self._rank = rank
         self._world_size = world_size
         self._files = PatientFiles(warn)
-        self.status = Status.carry_on(folder, self._files) if rank == 0 else Status(folder, {}, None)
+        self.status = Status.carry_on(folder, self._files, show) if rank == 0 else Status(folder, {}, None)
         try:
             (folder / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +18,22 @@ from typing import Any, Literal
 from .disk import PatientFiles, describe_fault, replace_text
 from .errors import RunStopped, UserError
 from .output import warn
+from .progress import Teller, show_amount
 
 Phase = Literal[
     "queue", "start", "download", "tokenise", "load", "train", "evaluate", "save", "done", "failed", "stopped"
 ]
 _ENDS = ("done", "failed", "stopped")
 _NAME = "status.json"
+_WORDS = {
+    "queue": "waiting for devices",
+    "start": "starting",
+    "download": "downloading",
+    "tokenise": "tokenizing",
+    "load": "loading",
+    "evaluate": "evaluating",
+    "save": "saving",
+}
 # Between two writes for progress alone: a second, or more where the disk is slow, for a step waits for them.
 _INTERVAL_S = 1.0
 _WRITE_SHARE = 0.01
@@ -36,8 +46,20 @@ class Status:
     Ranks: local. Every rank keeps one, for its own heartbeat; the one that has `files` writes it down.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], files: PatientFiles | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        files: PatientFiles | None,
+        show: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """Begin to keep it.
+
+        Args:
+            show: shows the person where the run stands; see `show_status`.
+        """
         self._path = folder / _NAME
+        self._show = show
         self._facts = {"begin_s": time.time()} | facts
         self._files = files
         self._next_s = -math.inf
@@ -50,9 +72,11 @@ class Status:
         return status
 
     @classmethod
-    def carry_on(cls, folder: Path, files: PatientFiles | None) -> Status:
+    def carry_on(
+        cls, folder: Path, files: PatientFiles | None, show: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> Status:
         """Go on with what the owner of the folder, or the ranks before these, have said of this start."""
-        return cls(folder, read_status(folder), files)
+        return cls(folder, read_status(folder), files, show)
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -70,6 +94,7 @@ class Status:
         """
         self._facts.pop("queue", None)
         self._facts |= {"phase": phase, "progress": None, "phase_begin_s": time.time(), "error": None} | facts
+        self._tell_person()
         self._write()
 
     def add(self, **facts: Any) -> None:
@@ -86,6 +111,7 @@ class Status:
         self._facts["progress"] = {"done": done, "total": total, "unit": unit}
         if unit == "steps":
             self._facts["step"] = done
+        self._tell_person()
         if time.monotonic() >= self._next_s:
             self._write()
 
@@ -93,6 +119,7 @@ class Status:
         """Say that the run is over."""
         self._facts.pop("queue", None)
         self._facts |= {"phase": phase, "phase_begin_s": time.time(), "error": error}
+        self._tell_person()
         if self._files is not None:
             try:
                 replace_text(self._path, self._to_json())
@@ -110,6 +137,10 @@ class Status:
         self.hear_ranks()
         self.enter("start", restarts=[*self._facts.get("restarts", []), reason])
 
+    def _tell_person(self) -> None:
+        if self._show is not None:
+            self._show(self._facts)
+
     def _write(self) -> None:
         if self._files is None:
             return
@@ -120,6 +151,23 @@ class Status:
 
     def _to_json(self) -> str:
         return json.dumps(self._facts | {"pid": os.getpid(), "time": time.time()})
+
+
+def show_status(facts: Mapping[str, Any], teller: Teller) -> None:
+    """Show a person how far a run is, by what status.json says.
+
+    Once it trains it is the steps that are shown; evaluations and saves are a note beside them.
+    """
+    phase, progress = facts.get("phase", "start"), facts.get("progress") or {}
+    word = _WORDS.get(phase, phase)
+    counts = progress.get("done", 0), progress.get("total"), progress.get("unit", "")
+    if phase in _ENDS:
+        teller.close()
+    elif phase in ("train", "evaluate", "save") and facts.get("max_steps"):
+        note = f"{word} {show_amount(*counts) if progress else ''}".rstrip() if phase != "train" else ""
+        teller.show("training", facts.get("step") or 0, facts["max_steps"], "steps", note)
+    else:
+        teller.show(word, *counts)
 
 
 @contextmanager

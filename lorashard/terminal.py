@@ -7,23 +7,41 @@ import select
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from .output import warn
+from .progress import LiveBar, is_terminal
+
 _MIRROR_INTERVAL_S = 0.1
+_DRAW_INTERVAL_S = 0.5
 _LEAVE_S = 3.0
 _PIPE_BYTES = 65536
 _PIPE_BUF_BYTES = 4096  # of a pipe that can be written to, so many never wait
 
 
 class LogMirror(threading.Thread):
-    """Copies what is added to a log to a stream, byte for byte: a progress bar's carriage returns too."""
+    """Copies what is added to a log to a stream, byte for byte; on a terminal it keeps a live bar under it.
 
-    def __init__(self, log: Path, stream: TextIO | None) -> None:
+    The bar is drawn here and not by a rank: only who writes everything else on a terminal's screen can keep it whole.
+    """
+
+    def __init__(self, log: Path, stream: TextIO | None, draw: Callable[[LiveBar], None] | None = None) -> None:
+        """Begin at the log's end.
+
+        Args:
+            stream: by default stdout.
+            draw: asked now and then to show on a bar how far the work is; without it there is none.
+        """
         super().__init__(daemon=True)
         self._log = log
         self._stream = stream or sys.stdout
+        self._draw = draw
+        self._bar = LiveBar(_Screen(self._stream, self._write_all)) if draw and is_terminal(self._stream) else None
+        self._is_line_whole = True
+        self._drawn_s = 0.0
         self._offset = log.stat().st_size if log.exists() else 0
         self._file: BinaryIO | None = None
         self._is_done = threading.Event()
@@ -38,10 +56,18 @@ class LogMirror(threading.Thread):
         self._is_done.set()
         self.join()
 
+    def warn(self, line: str) -> None:
+        """Show the person a line of the launcher's own on stderr, above the bar."""
+        with self._bar.hidden(self._is_line_whole) if self._bar is not None else nullcontext():
+            warn(line)
+
     def run(self) -> None:
         try:
             while not self._is_done.wait(_MIRROR_INTERVAL_S):
                 self._copy()
+                self._draw_bar()
+            if self._bar is not None:
+                self._bar.close()
             self._copy()
         except OSError:  # the terminal or the pipe is gone; the log is not
             pass
@@ -56,8 +82,22 @@ class LogMirror(threading.Thread):
             self._file = self._log.open("rb")
             self._file.seek(self._offset)
         added = self._file.read()
-        while added:
-            added = added[self._write(added) :]
+        if not added:
+            return
+        was_whole, self._is_line_whole = self._is_line_whole, added.endswith(b"\n")
+        with self._bar.hidden(self._is_line_whole) if self._bar is not None and was_whole else nullcontext():
+            self._write_all(added)
+
+    def _draw_bar(self) -> None:
+        if self._bar is None or self._draw is None or time.monotonic() - self._drawn_s < _DRAW_INTERVAL_S:
+            return
+        self._drawn_s = time.monotonic()
+        if self._is_line_whole:
+            self._draw(self._bar)
+
+    def _write_all(self, data: bytes) -> None:
+        while data:
+            data = data[self._write(data) :]
 
     def _write(self, data: bytes) -> int:
         """Write what the stream takes without waiting: a pager may stop reading, and the launcher must hear signals."""
@@ -68,6 +108,28 @@ class LogMirror(threading.Thread):
         if self._is_done.is_set():
             self._until_s = time.monotonic() + _LEAVE_S
         return os.write(descriptor, data[:_PIPE_BUF_BYTES])
+
+
+class _Screen:
+    """A terminal as tqdm writes to it."""
+
+    def __init__(self, stream: TextIO, write: Callable[[bytes], None]) -> None:
+        self.encoding = stream.encoding or "utf-8"
+        self._stream = stream
+        self._write = write
+
+    def write(self, text: str) -> None:
+        self._write(text.encode(self.encoding, "replace"))
+
+    def flush(self) -> None:
+        """Do nothing: all is written at once."""
+
+    def fileno(self) -> int:
+        """Return what tqdm asks for the terminal's width."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Terminal:

@@ -22,6 +22,7 @@ from .callbacks import add_callbacks
 from .checkpoint import check_adapter, save_adapter
 from .checkpoint_files import check_checkpoint
 from .config import RunConfig
+from .console import Console
 from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
@@ -66,14 +67,15 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
     env = dist.read_launcher_env()
     rank, world_size = (env.rank, env.world_size) if env else (0, 1)
     check_wanted(config)
-    run = Run(Path(config.output_dir), rank, world_size)
+    console = Console(rank, has_bar=not config.trainer_options.get("disable_tqdm"))
+    run = Run(Path(config.output_dir), rank, world_size, console.show)
     status = run.status
     status.enter("tokenise", world_size=world_size)
     with Heartbeat(
         env, config.heartbeat_timeout, lambda reason: status.end("failed", reason), lambda: status.place
     ) as heartbeat:
         try:
-            _finetune(config, run, rank, stop, heartbeat.describe_ranks)
+            _finetune(config, run, rank, stop, console, heartbeat.describe_ranks)
         except (KeyboardInterrupt, RunStopped) as error:
             status.end("stopped", describe_end(error))
             raise
@@ -84,12 +86,10 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
             raise
 
 
-def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, describe_ranks: Callable[[], str]) -> None:
-    def tell(line: str) -> None:
-        if rank == 0:
-            print(f"lorashard: {line}", flush=True)
-
-    status = run.status
+def _finetune(
+    config: RunConfig, run: Run, rank: int, stop: StopRequest, console: Console, describe_ranks: Callable[[], str]
+) -> None:
+    status, tell = run.status, console.tell
     tokenizer = load_tokenizer(**config.tokenizer_options())
     prepared = prepare(
         DataOptions(**config.data_options()), tokenizer, method=config.trl_method, progress=status.advance
@@ -146,7 +146,7 @@ def _finetune(config: RunConfig, run: Run, rank: int, stop: StopRequest, describ
         model,
         tokenizer,
         samples_chat=tokenizer.chat_template is not None and prepared.report.is_chat,
-        tell=tell,
+        console=console,
     )
     writes = rank == 0 or (not is_shared and arguments.local_process_index == 0)
     is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()

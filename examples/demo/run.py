@@ -63,6 +63,9 @@ def answer(questions: list[str], adapter: Path | None) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from lorashard.output import leave_out_notices
+
+    leave_out_notices()  # of PEFT's, which are not about this
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model, more threads cost more than they bring
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", padding_side="left")

@@ -170,14 +170,15 @@ class RowEncoder:
 
         kept_labels = labels[self._kept]
         if all(label == IGNORED_LABEL for label in kept_labels[self._first_learnt :]):
-            return BadRow("nothing supervised", self._explain_nothing_learnt(labels))
+            return self._refuse_unsupervised(labels)
         return Encoding(input_ids[self._kept], kept_labels, len(input_ids), has_prompt_drift, has_unended_turn)
 
-    def _explain_nothing_learnt(self, labels: list[int]) -> str:
+    def _refuse_unsupervised(self, labels: list[int]) -> BadRow:
         num_learnt = sum(label != IGNORED_LABEL for label in labels[self._first_learnt :])
+        detail = f"none of its {len(labels)} tokens is to be learnt ({self.mask_method})"
         if num_learnt:
-            return f"max_length {self.max_length} cuts off all {num_learnt} tokens to learn of {len(labels)}"
-        return f"none of its {len(labels)} tokens is to be learnt ({self.mask_method})"
+            detail = f"max_length {self.max_length} cuts off all {num_learnt} tokens to learn of {len(labels)}"
+        return BadRow("nothing supervised", detail, tokens_before_cut=len(labels) if num_learnt else None)
 
     def _include_stops(self, input_ids: list[int], mask: list[bool]) -> bool:
         """Have the token that ends a turn learnt if the mask ends just before it; return whether a turn has none."""

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -23,12 +23,13 @@ from typing import Any
 
 import datasets
 from datasets.arrow_writer import ArrowWriter
-from datasets.utils import tqdm
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
+from ..dist import read_launcher_env
 from ..errors import DataError
 from ..methods import METHODS, Method
+from ..progress import Progress, told_progress
 from .encode import Encoding, encode_source
 from .options import DataOptions
 from .places import find_positions, read_places, write_place
@@ -46,8 +47,6 @@ _PLACES_SUFFIX = "places"
 _SHOWN_TOKENS = 12
 _PROGRESS_SUFFIX = ".progress"
 _INTERVAL_S = 1.0
-
-Progress = Callable[[int, int | None, str], None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,8 @@ def prepare(
         tokenizer: As `load_tokenizer` returns it.
         cache_dir: Where results are kept; by default `lorashard` in the datasets library's cache.
         method: What the rows are for.
-        progress: Told how many rows are done, of how many if that is known, and "rows", whichever process does them.
+        progress: Told how many rows are done, of how many if that is known, and "rows", whichever process does them. By
+            default rank 0 tells the person on stderr.
 
     Raises:
         DataError: A dataset is missing, its columns are not recognised, or rows cannot be trained on.
@@ -114,17 +114,19 @@ def prepare(
     folder = cache_dir / _hash_inputs(options, identities, tokenizer, method)
     if not folder.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        counter = _Counter(folder.with_suffix(_PROGRESS_SUFFIX), progress)
-        with counter.wait_for(FileLock(folder.with_suffix(".lock"))):  # the system frees it should this process die
-            if not folder.is_dir():
-                _build(folder, sources, identities, options, tokenizer, method, counter)
+        env = read_launcher_env()
+        with told_progress("tokenizing", env is None or env.rank == 0, progress) as tell:
+            counter = _Counter(folder.with_suffix(_PROGRESS_SUFFIX), tell)
+            with counter.wait_for(FileLock(folder.with_suffix(".lock"))):  # the system frees it should this process die
+                if not folder.is_dir():
+                    _build(folder, sources, identities, options, tokenizer, method, counter)
     return _load(folder, options)
 
 
 class _Counter:
     """Counts the rows that are done; processes that wait for this one read of it in a file."""
 
-    def __init__(self, file: Path, progress: Progress | None) -> None:
+    def __init__(self, file: Path, progress: Progress) -> None:
         self._file = file
         self._progress = progress
         self._done = 0
@@ -139,7 +141,8 @@ class _Counter:
                 lock.acquire(timeout=_INTERVAL_S)
             except Timeout:
                 with suppress(OSError, ValueError):  # it has just begun, or is done
-                    self._tell(*json.loads(self._file.read_text()))
+                    done, total = json.loads(self._file.read_text())
+                    self._progress(done, total, "rows")
         try:
             yield
         finally:
@@ -156,13 +159,9 @@ class _Counter:
         now_s = time.monotonic()
         if now_s - self._told_s >= _INTERVAL_S:
             self._told_s = now_s
-            self._tell(self._done, self._total)
+            self._progress(self._done, self._total, "rows")
             with suppress(OSError):  # a full disk, which those who write the rows tell of
                 self._file.write_text(json.dumps([self._done, self._total]))
-
-    def _tell(self, done: int, total: int | None) -> None:
-        if self._progress is not None:
-            self._progress(done, total, "rows")
 
 
 def _open_sources(options: DataOptions) -> dict[str, Source]:
@@ -234,11 +233,8 @@ def _encode_split(
     tokens = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": tokens, "labels": tokens})
     writer = ArrowWriter(features=features, path=str(path), writer_batch_size=_WRITE_ROWS)
-    with (
-        tqdm(results, desc=f"Tokenising {source.name}", unit=" rows", disable=None) as progress,
-        path.with_suffix(f".{_PLACES_SUFFIX}").open("w", encoding="utf-8") as places,
-    ):
-        for place, result in progress:
+    with path.with_suffix(f".{_PLACES_SUFFIX}").open("w", encoding="utf-8") as places:
+        for place, result in results:
             counter.add()
             report.add(place, result)
             if isinstance(result, Encoding):
@@ -307,13 +303,14 @@ def _count_prompt_tokens(prompt: str | list[dict[str, Any]], tokenizer: PreTrain
 
 
 def _check_report(report: DataReport, options: DataOptions) -> None:
+    cut_off = report.explain_cut_off(options.max_length)
     if report.num_skipped and options.on_bad_row == "error":
         raise DataError(
-            f"dataset {report.dataset!r}: {report.explain_skipped()}. Mend them, or set on_bad_row: skip to leave them "
-            "out"
+            f"dataset {report.dataset!r}: {report.explain_skipped()}.{cut_off} Mend them, or set on_bad_row: skip "
+            "(--on_bad_row skip) to leave them out"
         )
     if not report.rows_kept:
-        raise DataError(f"dataset {report.dataset!r}: no row is left to train on: {report.explain_skipped()}")
+        raise DataError(f"dataset {report.dataset!r}: no row is left to train on: {report.explain_skipped()}.{cut_off}")
 
 
 def _pack(path: Path, options: DataOptions) -> int:

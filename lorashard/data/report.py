@@ -38,6 +38,10 @@ class DataReport:
     num_tokens: int = 0
     num_supervised_tokens: int = 0
     longest_tokens: int = 0
+    num_cut_off: int = 0
+    """Rows left out because `max_length` cuts off all that is to be learnt of them."""
+    longest_cut_off_tokens: int = 0
+    """The longest of these, before it is cut."""
     num_truncated: int = 0
     num_packed: int | None = None
     """Sequences that the rows were packed into."""
@@ -74,6 +78,9 @@ class DataReport:
     def skip(self, place: str, problem: BadRow) -> None:
         """Count one row that is left out."""
         self.rows_read += 1
+        if problem.tokens_before_cut is not None:
+            self.num_cut_off += 1
+            self.longest_cut_off_tokens = max(self.longest_cut_off_tokens, problem.tokens_before_cut)
         skipped = self.rows_skipped.setdefault(problem.reason, SkippedRows())
         skipped.count += 1
         if len(skipped.first) < _SHOWN_PLACES:
@@ -86,6 +93,15 @@ class DataReport:
         shown = [place for places in rounds for place in places if place][:_SHOWN_PLACES]
         more = "; ..." if self.num_skipped > len(shown) else ""
         return f"{self.num_skipped} of {self.rows_read} rows cannot be trained on ({reasons}): {'; '.join(shown)}{more}"
+
+    def explain_cut_off(self, max_length: int | None) -> str:
+        """Return a sentence on the rows of which `max_length` leaves nothing to learn; empty where there are none."""
+        if not self.num_cut_off:
+            return ""
+        return (
+            f" max_length {max_length} leaves nothing to learn of {self.num_cut_off} of the {self.rows_read} rows: "
+            f"--max_length {self.longest_cut_off_tokens} keeps all of them whole."
+        )
 
     def summary(self) -> str:
         """Return one line: how many rows and tokens, the format found, and what is learnt."""

@@ -31,10 +31,14 @@ _COUNT_CHUNK_BYTES = 1 << 20
 
 
 class BadRow(Exception):
-    """One row that cannot be trained on; `reason` is the kind of problem, under which rows are counted."""
+    """One row that cannot be trained on; `reason` is the kind of problem, under which rows are counted.
 
-    def __init__(self, reason: str, detail: str) -> None:
+    `tokens_before_cut` is given where cutting the row to `max_length` is the problem.
+    """
+
+    def __init__(self, reason: str, detail: str, tokens_before_cut: int | None = None) -> None:
         super().__init__(detail)
+        self.tokens_before_cut = tokens_before_cut
         self.reason = reason
         self.detail = detail
 

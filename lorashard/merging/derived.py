@@ -37,6 +37,7 @@ from ..model.making import make_once
 from ..model.origin import INITIAL_ADAPTER_NAME, Origin, find_derived_dir
 from ..model.refusals import check_config, check_frozen
 from ..model.weights import BaseWeights
+from ..progress import Progress, told_progress
 from .base_values import describe
 from .companions import write_companions
 from .merge import copy_stored, plan_base
@@ -49,7 +50,6 @@ _RECIPE_VERSION = 1
 _MAX_FILE_SIZE = "5GB"
 
 _logger = logging.getLogger(__name__)
-Progress = Callable[[int, int | None, str], None]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def derive(
     Args:
         device: where to compute.
         dtype: of the model, and of the derived base's files.
-        progress: told on the rank that makes it how many weights are rewritten, of how many.
+        progress: told on the rank that makes it how many weights are rewritten, of how many; by default the person is.
 
     Raises:
         ConfigError: the initialisation cannot be had on these modules, or on a base that is stored quantised.
@@ -254,7 +254,6 @@ class _Derivation:
     def _rewrite(self, folder: Path, writer: TensorWriter, state: torch.Tensor, device: torch.device) -> PeftModel:
         """Let PEFT make the adapter, and write what it leaves of each weight."""
         num_done = 0
-
         last: Placeholder | None = None
 
         def write(weight: Placeholder, value: torch.Tensor) -> None:
@@ -265,8 +264,7 @@ class _Derivation:
                 last.reader = None  # its numbers are in the file, and nobody asks for them again
             weight.reader, last = lambda: value, weight
             num_done += 1
-            if self._progress is not None:
-                self._progress(num_done, len(self._scalings), "units")
+            tell(num_done, len(self._scalings), "units")
 
         skeleton = self._skeleton
         skeleton.name_or_path = skeleton.config.name_or_path = str(folder)
@@ -280,7 +278,8 @@ class _Derivation:
                 placeholder = module._parameters["weight"]
                 assert isinstance(placeholder, Placeholder)
                 module._parameters["weight"] = _Rewritable.of(placeholder, write)
-            model = inject(skeleton, copy.copy(self._lora))
+            with told_progress("deriving the base", given=self._progress) as tell:
+                model = inject(skeleton, copy.copy(self._lora))
         if num_done != len(self._scalings):
             raise CheckpointError(f"PEFT has rewritten {num_done} weights, expected {len(self._scalings)}")
         model.peft_config["default"].init_lora_weights = True

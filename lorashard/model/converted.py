@@ -16,6 +16,7 @@ import transformers
 
 from ..engine import Layout
 from ..errors import CheckpointError
+from ..progress import told_progress
 from .identity import BaseIdentity, find_cache_dir, hash_file
 from .making import make_once
 from .sources import Source, fill_shard, plan_unit
@@ -136,8 +137,10 @@ class ConvertedUnits:
             _logger.warning("converting %.1f GiB of weights once, into %s", self.num_bytes / 2**30, self.folder)
 
         def fill(partial: Path) -> None:
-            for unit in self._units.values():
-                _write(unit, self._source, partial / unit.name, device)
+            with told_progress("converting weights") as tell:
+                for number, unit in enumerate(self._units.values(), start=1):
+                    _write(unit, self._source, partial / unit.name, device)
+                    tell(number, len(self._units), "units")
 
         try:
             make_once(self.folder, check_room, fill)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from filelock import FileLock
@@ -22,13 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from .. import dist
 from ..errors import CheckpointError, ConfigError
+from ..progress import Progress, told_progress
 from ..quantization.options import Format, Quantization, describe_quantization
 
 ADAPTER_NAME = "adapter_model.safetensors"
 _METADATA_KEY = "lorashard.base"
 _QUANTIZATION_KEY = "lorashard.quantization"
 _DTYPES = ("bfloat16", "float16", "float32")
-_LARGE_BYTES = 4 * 2**30
 _COARSEST_CLOCK_S = 2  # of a file system's times: FAT's; those of Linux's own have milliseconds
 
 _logger = logging.getLogger(__name__)
@@ -41,19 +42,31 @@ class BaseIdentity:
     files: Mapping[str, str]
 
     @classmethod
-    def of(cls, files: Sequence[Path]) -> BaseIdentity:
+    def of(cls, files: Sequence[Path], progress: Progress | None = None) -> BaseIdentity:
         """Hash the files of a base, each on one rank.
+
+        Args:
+            progress: told how many bytes of this rank's files are hashed; by default the person is.
 
         Ranks: collective over all ranks, which must see the same files. They meet after each file, since a collective
             may not wait for hours.
         """
         files = sorted(files)
         num_ranks = dist.get_world_size()
+        total_bytes = sum(file.stat().st_size for file in files[dist.get_rank() :: num_ranks])
+        done_bytes = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += num_bytes
+            tell(done_bytes, total_bytes, "bytes hashed")
+
         hashes: dict[str, str] = {}
-        for begin in range(0, len(files), num_ranks):
-            mine = files[begin : begin + num_ranks][dist.get_rank() : dist.get_rank() + 1]
-            for part in dist.gather_objects({file.name: hash_file(file) for file in mine}):
-                hashes |= part
+        with told_progress("hashing the base's files, once", dist.get_rank() == 0, progress) as tell:
+            for begin in range(0, len(files), num_ranks):
+                mine = files[begin : begin + num_ranks][dist.get_rank() : dist.get_rank() + 1]
+                for part in dist.gather_objects({file.name: hash_file(file, advance) for file in mine}):
+                    hashes |= part
         return cls(hashes)
 
     def digest(self) -> bytes:
@@ -227,8 +240,11 @@ def find_cache_dir() -> Path:
     return Path(constants.HF_HOME) / "lorashard"
 
 
-def hash_file(file: Path) -> str:
+def hash_file(file: Path, advance: Callable[[int], None] | None = None) -> str:
     """Return the sha256 of a file's content, in hex.
+
+    Args:
+        advance: told how many bytes more have been read, if any have to be.
 
     The hub's cache names weight files so; others are read once, and again when anything that the system says of them
     differs: sizes and times of modification alone are the same for many checkpoints. A file that was changed a moment
@@ -243,7 +259,7 @@ def hash_file(file: Path) -> str:
     if known is not None:
         return known
     is_settled = time.time() - resolved.stat().st_ctime > _COARSEST_CLOCK_S
-    sha256 = _hash(resolved)
+    sha256 = _hash(resolved, advance)
     if not is_settled or _find_facts(resolved) != key:
         return sha256
     try:
@@ -260,12 +276,23 @@ def _find_facts(file: Path) -> str:
     return ":".join(map(str, (file, *facts)))
 
 
-def _hash(file: Path) -> str:
-    num_bytes = file.stat().st_size
-    if num_bytes > _LARGE_BYTES:
-        _logger.warning("hashing %s once (%.1f GiB), to know this base again", file, num_bytes / 2**30)
-    with file.open("rb") as stream:
+def _hash(file: Path, advance: Callable[[int], None] | None) -> str:
+    with _CountedFile(file, advance) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class _CountedFile(io.FileIO):
+    """A file that tells how many bytes are read of it."""
+
+    def __init__(self, file: Path, advance: Callable[[int], None] | None) -> None:
+        super().__init__(file, "rb")
+        self._advance = advance
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer) or 0
+        if self._advance is not None and num_bytes:
+            self._advance(num_bytes)
+        return num_bytes
 
 
 def _read_known(known_file: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..dist import ShardGroup
 from ..engine import Home, HostCopies, Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..placement import ResolvedPlacement
+from ..progress import Progress, told_progress
 from ..quantization.format import Quantizer
 from ..quantization.options import Quantization
 from .adapters import base_test, check_coverage, inject
@@ -179,7 +180,7 @@ def load_sharded(
     allow_unexpected: Sequence[str] = (),
     num_labels: int | None = None,
     may_link: bool = False,
-    progress: Callable[[int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> PeftModel:
     """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
 
@@ -191,7 +192,8 @@ def load_sharded(
         allow_unexpected: prefixes of stored keys for which the model need have no place.
         num_labels: of a new classifier; a saved one's head tells.
         may_link: as for `resolve_folder`.
-        progress: as for `resolve_folder`; then told how many units are there, of how many, and "units".
+        progress: as for `resolve_folder`; then told how many "bytes hashed" there are, and how many "units", of how
+            many. By default the person is told on stderr of what takes longer than two seconds.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
@@ -244,7 +246,7 @@ def load_sharded(
             weight.quantizer = quantizers.get(weight.name)
         resident = choose_resident(structure, placement.resident_layers)
         _check_commit(folder)  # the first collective: nothing can be wrong on one rank alone
-        identity = BaseIdentity.of(weights.files) if is_identified else None
+        identity = BaseIdentity.of(weights.files, progress) if is_identified else None
         if adapter is not None:
             if identity is not None:
                 identity.check(adapter, model_name_or_path, allow_base_mismatch)
@@ -259,8 +261,9 @@ def load_sharded(
                 structure, weights, identity, device, is_asked_for=cache_quantized, is_file=False
             )
             make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device), converted)
-        make_home = make_home if progress is None else _counted(make_home, len(structure.units), progress)
-        shard_structure(model, structure, make_home, group, device, placement.prefetch, bool(own))
+        with told_progress("loading the base", dist.get_rank() == 0, progress) as tell:
+            make_home = _counted(make_home, len(structure.units), tell)
+            shard_structure(model, structure, make_home, group, device, placement.prefetch, bool(own))
     if placement.placement == "file":
         refuse_merging(model)
     if identity is not None:
@@ -268,7 +271,7 @@ def load_sharded(
     return model.to(device)
 
 
-def _counted(make_home: MakeHome, num_units: int, progress: Callable[[int, int | None, str], None]) -> MakeHome:
+def _counted(make_home: MakeHome, num_units: int, progress: Progress) -> MakeHome:
     numbers = count(1)
 
     def make(unit: FoundUnit) -> Home:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Set
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
 
 from ..engine import Engine, Placeholder, Weight
-from ..errors import ConfigError
+from ..errors import ConfigError, ShardError
 from ..initialisation import explain_rewriting
 from ..quantization.options import Quantization
 from .checkpoint import shorten
@@ -23,6 +26,16 @@ _OPTIONS = {
     "arrow_config": "PEFT makes its router from adapters that are on the model already (create_arrow_model), and a new "
     "model has none",
 }
+
+# What Python asks a whole model for, by the hook that it calls, and what to do instead.
+_HOOKS = {
+    "__deepcopy__": "copy.deepcopy would copy the model with its base, which is shared and read-only here: add a "
+    "second adapter to it (add_adapter), or load the model once more",
+    "__reduce_ex__": "pickle (torch.save of the whole model) would write the base, which rests in shards, files or "
+    "buffers here: save the adapter with save_pretrained, and load it with lorashard.load_adapter; or "
+    "torch.save(model.state_dict()), which holds the adapter alone",
+}
+_CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
 
 
 def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization: Quantization | None = None) -> None:
@@ -117,3 +130,72 @@ def check_unquantized(model: PeftModel, is_base: Callable[[nn.Parameter], bool])
             f"expected a base of plain weights in memory, found {found}: give the checkpoint to lorashard.load with "
             "quantization=..., or the unquantised model to lorashard.shard with it"
         )
+
+
+def refuse_calls(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
+    """Let calls that would cast, resize, copy or pickle the base raise ShardError, which names the call.
+
+    Without that an operation of torch is refused, deep inside of the call. What changes nothing goes through.
+
+    Args:
+        dtypes: of the base's weights.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    resize = getattr(base, "resize_token_embeddings", None)
+    for module in dict.fromkeys((model, base)):
+        for hook, reason in _HOOKS.items():
+            setattr(module, hook, partial(_refuse, reason))
+        for name, dtype in _CASTS.items():
+            setattr(module, name, partial(_cast, name, dtypes, getattr(module, name), lambda *_, dtype=dtype: dtype))
+        for name, find_dtype in {"to": _find_target, "type": _find_type}.items():
+            setattr(module, name, partial(_cast, name, dtypes, getattr(module, name), find_dtype))
+        if resize is not None:
+            module.resize_token_embeddings = partial(_resize, base, resize)
+
+
+def _refuse(reason: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ShardError(reason)
+
+
+def _cast(
+    name: str,
+    dtypes: Set[torch.dtype],
+    original: Callable[..., nn.Module],
+    find_dtype: Callable[..., torch.dtype | None],
+    *args: Any,
+    **kwargs: Any,
+) -> nn.Module:
+    dtype = find_dtype(*args, **kwargs)
+    if dtype is not None and dtypes - {dtype}:
+        wanted = str(dtype).removeprefix("torch.")
+        found = " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+        raise ShardError(
+            f"{name}({wanted if name in ('to', 'type') else ''}) would cast the base, which is {found} and read-only "
+            f"here: give dtype=torch.{wanted} to lorashard.load, or cast the model before lorashard.shard; the "
+            "adapter's own parameters may be cast one by one"
+        )
+    return original(*args, **kwargs)
+
+
+def _find_target(*args: Any, **kwargs: Any) -> torch.dtype | None:
+    return torch._C._nn._parse_to(*args, **kwargs)[1]  # as nn.Module.to does
+
+
+def _find_type(dst_type: torch.dtype | str) -> torch.dtype | None:
+    return dst_type if isinstance(dst_type, torch.dtype) else torch.empty(0).type(dst_type).dtype
+
+
+def _resize(
+    base: Any, original: Callable[..., nn.Module], new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+) -> nn.Module:
+    num_tokens = base.get_input_embeddings().weight.shape[0]
+    multiple = args[0] if args else kwargs.get("pad_to_multiple_of")
+    wanted = new_num_tokens if new_num_tokens is not None else num_tokens
+    wanted = wanted if multiple is None else math.ceil(wanted / multiple) * multiple
+    if wanted != num_tokens:
+        raise ShardError(
+            f"resize_token_embeddings would change the base's {num_tokens} embeddings to {wanted}, and they are "
+            "read-only here: resize the transformers model first, then get_peft_model and lorashard.shard; or train "
+            "rows that are there with trainable_token_indices"
+        )
+    return original(new_num_tokens, *args, **kwargs)

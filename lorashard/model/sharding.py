@@ -21,7 +21,7 @@ from .generating import prepare_generation
 from .homes import MakeHome
 from .identity import ADAPTER_NAME, BaseIdentity, sign_adapter
 from .origin import INITIAL_ADAPTER_NAME, Origin
-from .refusals import refuse_unfrozen_base
+from .refusals import refuse_calls, refuse_unfrozen_base
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
@@ -86,6 +86,7 @@ def shard_structure(
     if is_packed or not all(unit.is_resident for unit in engine.units):
         refuse_merging(model)
     refuse_unfrozen_base(structure.roots[-1], engine)
+    refuse_calls(model, {weight.placeholder.dtype for unit in engine.units for weight in unit.weights})
     prepare_generation(model, engine)
     keep_base_out(model, engine)
     ignore_base_in_ddp(model, engine)

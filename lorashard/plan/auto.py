@@ -16,6 +16,7 @@ from .. import dist
 from ..model.stacks import name_units
 from ..model.stored_formats import StoredFormat, settle_quantization
 from ..placement import PlacementOptions, ResolvedPlacement, resolve_placement
+from ..progress import told_work
 from ..quantization.options import Quantization
 from .choose import Plan, agree_on_plan, make_plan, name_placement
 from .costs import Workload
@@ -112,7 +113,8 @@ def plan_training(
     """
     options = options or PlacementOptions()
     base, stored = base.settle()
-    size, workload = _measure(base, training, options)
+    with told_work("computing what a step of the model takes", dist.get_rank() == 0):
+        size, workload = _measure(base, training, options)
     # A run whose placement is given reads the files next: nothing is asked of the hub for its sake. Packed numbers are
     # not to be counted.
     difference = compare_with_headers(size, base.revision) if given is None and stored is None else None

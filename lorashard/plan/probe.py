@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from .. import dist
+from ..progress import told_work
 from .hardware import Hardware, find_gpu_type, guess_gpu_type, usable_bytes
 
 _SECONDS_EACH = 0.15
@@ -58,7 +59,8 @@ def probe(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -
     key = _describe_machine(device, dtype)
     known: _Values | None = dist.broadcast_object(_read_cache(cache).get(key))
     if known is None:
-        measured = dist.gather_objects(asdict(measure_speeds(device, dtype)))
+        with told_work("measuring the speeds of this machine, once", dist.get_rank() == 0):
+            measured = dist.gather_objects(asdict(measure_speeds(device, dtype)))
         known = {name: _least([one[name] for one in measured]) for name in measured[0]}
         if dist.get_rank() == 0:
             _write_cache(cache, key, known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,6 @@ def check_bookkeeping(rank: int, folder: str) -> dict:
         "summed": lambda: weight.sum(),
         "cast": lambda: weight.to(torch.float16),
         "copied": lambda: copy.deepcopy(weight),
-        "model copied": lambda: copy.deepcopy(model),
         "pickled": lambda: torch.save(dict(model.named_parameters()), io.BytesIO()),
         "base saved": lambda: model.get_base_model().save_pretrained(f"{folder}/base{rank}"),
         "written": lambda: weight.zero_(),
@@ -198,6 +198,34 @@ def test_a_sharded_model_keeps_its_bookkeeping_and_refuses_to_be_read(tmp_path):
     for facts in run_ranks(check_bookkeeping, 2, str(tmp_path)):
         assert facts.pop("saved adapter") == [] and facts.pop("written files") == []
         assert {name: fact for name, fact in facts.items() if fact is not True} == {}
+
+
+@pytest.mark.parametrize("placement", ["shard", "replicate"])
+def test_a_call_on_the_whole_model_is_named_when_it_is_refused(placement):
+    """Catches an aten operation's name, pickle's own riddle, or the advice to replicate what is replicated, for an
+    answer; and a call refused that changes nothing."""
+    model = lorashard.shard(build_model(), placement=placement)
+    calls = {
+        "copy.deepcopy": lambda module: copy.deepcopy(module),
+        "pickle": lambda module: pickle.dumps(module),
+        "torch.save": lambda module: torch.save(module, io.BytesIO()),
+        "half()": lambda module: module.half(),
+        "bfloat16()": lambda module: module.bfloat16(),
+        "double()": lambda module: module.double(),
+        "to(float16)": lambda module: module.to("cpu", torch.float16),
+        "type(float16)": lambda module: module.type(torch.float16),
+        "resize_token_embeddings": lambda module: module.resize_token_embeddings(1000),
+    }
+    for module in (model, model.get_base_model()):
+        for name, call in calls.items():
+            with pytest.raises(ShardError) as caught:
+                call(module)
+            message = str(caught.value)
+            assert name in message and "aten" not in message and "replicate" not in message and "\n" not in message
+        num_tokens = module.config.vocab_size
+        assert module.float() is module and module.to(torch.float32) is module and module.type(torch.float32) is module
+        assert module.resize_token_embeddings(num_tokens).weight.shape[0] == num_tokens
+    assert find_differences(one_step(model), one_step(build_model())) == []
 
 
 def check_states(rank: int) -> list:

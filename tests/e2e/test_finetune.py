@@ -59,6 +59,16 @@ def test_a_run_leaves_what_it_promises(task, two_ranks):
     assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
 
 
+def test_a_log_has_a_plain_line_for_each_logged_step(two_ranks):
+    """Catches dicts, warnings and the carriage returns of bars in what a pipe or a log shows, and a step left out."""
+    log = (two_ranks / "logs" / "rank_0.log").read_bytes().decode()
+    assert not [noise for noise in ("\r", "{'", "Warning", "it/s") if noise in log]
+    lines = [line.split() for line in log.splitlines() if line.startswith("step ")]
+    steps = [line[1] for line in lines if {"loss", "lr", "tokens/s"} <= set(line)]
+    assert steps == [f"{step}/{STEPS}" for step in range(1, STEPS + 1)]
+    assert [line[1] for line in lines if line[2] == "evaluation"] == [f"3/{STEPS}", f"6/{STEPS}"]
+
+
 @pytest.mark.slow
 def test_what_is_left_to_auto_is_planned(task, two_ranks):
     """Ranks that choose apart hang; a choice that nobody sees cannot be judged; and it must not change a bit."""

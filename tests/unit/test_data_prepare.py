@@ -1,6 +1,7 @@
 """Datasets are prepared once, whole or not at all, and every row is accounted for."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -179,6 +180,20 @@ def test_error_names_the_first_bad_rows_and_counts_all(tmp_path: Path) -> None:
     assert "rows.jsonl line 7: max_length 40 cuts off all 2 tokens to learn of" in message
     assert "on_bad_row: skip" in message
     assert "\n" not in message
+
+
+def test_rows_cut_off_name_the_length_that_keeps_them(tmp_path: Path) -> None:
+    """Catches an error after which one has to guess a `max_length`, row by row, or to look for the option to go on."""
+    rows = [*ROWS, *({"prompt": "x " * count, "completion": "y"} for count in (60, 100, 80))]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        prepare(DataOptions(dataset=path, max_length=40), make_tokenizer(), tmp_path / "cache")
+    message = str(caught.value)
+    assert f"3 of the {len(rows)} rows" in message and "--on_bad_row skip" in message
+    length = int(re.search(r"--max_length (\d+)", message)[1])
+    for max_length, num_truncated in ((length, 0), (length - 1, 1)):
+        options = DataOptions(dataset=path, max_length=max_length)
+        assert prepare(options, make_tokenizer(), tmp_path / "cache").report.num_truncated == num_truncated
 
 
 @pytest.mark.parametrize("packing", [False, True])

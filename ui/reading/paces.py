@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lorashard.disk import show_bytes
+from lorashard.progress import show_amount
 
 from .series import to_finite, to_whole
 from .states import State
@@ -161,9 +161,7 @@ def _write_sentence(
 
 
 def _show_amount(done: int, total: int | None, unit: str | None) -> str:
-    if unit == "bytes":
-        return f"{show_bytes(done)} of {show_bytes(total)}" if total else show_bytes(done)
-    return f"{done:,} of {total:,} {unit}".rstrip() if total else f"{done:,} {unit}".rstrip()
+    return show_amount(done, total or None, unit or "").rstrip()
 
 
 def show_duration(seconds: float) -> str:
