@@ -66,7 +66,7 @@ def answer(questions: list[str], adapter: Path | None) -> list[str]:
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model, more threads cost more than they bring
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
     prompts = tokenizer.apply_chat_template(
