@@ -348,7 +348,6 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
     Raises:
         ConfigError: TRL or transformers refuses an option.
     """
-    assert config.dtype != "auto", "its flags follow from the dtype"
     if use_cpu and (config.activation_checkpointing_kwargs or {}).get("offload"):
         raise ConfigError(
             "activation_checkpointing_kwargs: offload moves activations from a GPU; leave it out with --cpu"
@@ -360,6 +359,7 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
             raise ConfigError("use_liger_kernel: Liger's kernels run on GPUs; leave it out with --cpu")
         if not is_liger_kernel_available():
             raise ConfigError("use_liger_kernel: Liger's kernels are not installed: pip install liger-kernel")
+    assert config.dtype != "auto", "the trainer's flags follow from what it becomes"
     method = config.trl_method
     env = dist.read_launcher_env()
     decided: dict[str, Any] = config.count_accumulation(world_size or (env.world_size if env else 1)) | {
