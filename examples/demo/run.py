@@ -5,6 +5,7 @@ python examples/demo/run.py
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def main() -> None:
     test_rows = [json.loads(line)["messages"] for line in (DEMO / "test.jsonl").read_text("utf-8").splitlines()]
     questions = [user["content"] for user, _ in test_rows]
     expected = [assistant["content"] for _, assistant in test_rows]
-    base_bytes = (DEMO / "base/model.safetensors").stat().st_size
+    base_bytes = 2 * (DEMO / "base/model.safetensors").stat().st_size  # in float32, from a file in bfloat16
     print(
         f"The base is a Llama of {base_bytes / 1e6:.1f} MB that knows a small world of people, days and places, and\n"
         "answers in plain English. It shall learn to turn a request for an appointment into one line of JSON.\n"
@@ -58,11 +59,13 @@ def main() -> None:
 
 def answer(questions: list[str], adapter: Path | None) -> list[str]:
     """Return the model's greedy answers, made with transformers and PEFT alone, without lorashard."""
+    gc.disable()  # it would look at a million objects of libraries again and again, while they are imported
     import torch  # imported here, because it takes seconds and the reader should know by then what is going on
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    gc.enable()
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model, more threads cost more than they bring
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", padding_side="left")
