@@ -188,8 +188,8 @@ def make_table(record: dict[str, Any]) -> str:
         machine += f" held to {' '.join(f'{name}={value}' for name, value in config['instructions'].items())}"
     dtype = SHORT_DTYPES[config["dtype"]]
     parts.append(
-        f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, {dtype}, LoRA r {config['lora_r']} on all "
-        f"linears, batch {config['batch_size']} x {config['sequence_tokens']} tokens on each of "
+        f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, {dtype}, LoRA r {config['lora_r']} on "
+        f"all linears, batch {config['batch_size']} x {config['sequence_tokens']} tokens on each of "
         f"{config['world_size']} ranks; {machine}. Medians of {config['measured_steps']} steps, taken in "
         "turn; the peak memory of the largest rank."
     )
