@@ -25,7 +25,7 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The Llama and the batch that are measured; bf16 throughout, base and adapters."""
+    """The Llama and the batch that are measured; one dtype throughout, base and adapters."""
 
     num_layers: int
     hidden_size: int
@@ -34,10 +34,15 @@ class ModelSize:
     lora_r: int
     batch_size: int
     sequence_tokens: int
+    dtype: str = "bfloat16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
 
 def build_base(size: ModelSize) -> LlamaForCausalLM:
-    """Return the seeded base, whole, in bf16, on the host: the same on every rank."""
+    """Return the seeded base, whole, on the host: the same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=size.vocab_size,
@@ -50,28 +55,28 @@ def build_base(size: ModelSize) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return LlamaForCausalLM(config).to(size.torch_dtype)
 
 
 def add_lora(base: LlamaForCausalLM, size: ModelSize, activation_checkpointing: bool) -> PeftModel:
-    """Put LoRA on every linear of `base`: bf16, seeded, and with an lora_B that is not zero.
+    """Put LoRA on every linear of `base`: of its dtype, seeded, and with an lora_B that is not zero.
 
     With lora_B at zero every gradient of lora_A would be zero, and comparing them would prove nothing.
     """
     lora = LoraConfig(r=size.lora_r, lora_alpha=2 * size.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora, autocast_adapter_dtype=False)
-    fill_adapter(model)
+    fill_adapter(model, size.torch_dtype)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-def fill_adapter(model: PeftModel) -> None:
-    """Make the adapter bf16, seeded, and nowhere zero, without consuming the global random state."""
+def fill_adapter(model: PeftModel, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Make the adapter of `dtype`, seeded, and nowhere zero, without consuming the global random state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in trainable_parameters(model):
         values = torch.randn(parameter.shape, generator=generator) * 0.02
-        parameter.data = values.to(parameter.device, torch.bfloat16)
+        parameter.data = values.to(parameter.device, dtype)
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -208,7 +213,7 @@ def deepspeed_config(size: ModelSize) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": size.batch_size,
         "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": size.dtype == "bfloat16"},
         "zero_optimization": {
             "stage": 3,
             "overlap_comm": True,

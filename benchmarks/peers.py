@@ -5,6 +5,7 @@
 
 Time: all contenders live side by side in one process group and take turns, a step each, so that a machine that slows
 down slows all of them down; the ratios are medians over the turns. Memory: each contender has fresh ranks of its own.
+`--dtype float32` is for a CPU without bf16 instructions, where bf16 is some 65 times slower.
 Before anything is timed, the gradients of the first step are compared with DDP's, lorashard's bit for bit.
 
 DeepSpeed is optional: `pip install deepspeed`.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import statistics
 import time
 from dataclasses import asdict
@@ -58,18 +60,23 @@ MEMORY_STEPS = 2
 # must equal DDP's.
 GRADIENT_TOLERANCE = 0.05
 LOSS_TOLERANCE = 0.02
+SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+# With them a CPU stands for one that has fewer instructions: of oneDNN, MKL and torch's own kernels.
+INSTRUCTION_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 NOT_INSTALLED = "not installed"
 
 
 def main() -> None:
     args = parse_args()
     run_rank = partial(run_job, measures={"time": measure_time, "memory": measure_memory})
-    run_command(args, f"peers-{args.device}-{args.world_size}", measure, make_table, run_rank)
+    name = f"peers-{args.device}-{args.world_size}" + ("-float32" if args.dtype == "float32" else "")
+    run_command(args, name, measure, make_table, run_rank)
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__)
     add_step_options(parser, steps=7)
+    parser.add_argument("--dtype", choices=list(SHORT_DTYPES), default="bfloat16", help="of the base and the adapters")
     return parser.parse_args()
 
 
@@ -79,7 +86,8 @@ def parse_args() -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run every job and return the record."""
     begin_s = time.monotonic()
-    size = ModelSize(args.layers, args.hidden, args.intermediate, args.vocab, args.lora_r, args.batch, args.sequence)
+    shape = (args.layers, args.hidden, args.intermediate, args.vocab, args.lora_r, args.batch, args.sequence)
+    size = ModelSize(*shape, dtype=args.dtype)
     names = [name for name in CONTENDERS if name != "zero3" or importlib.util.find_spec("deepspeed")]
     job = {"size": asdict(size), "device": args.device, "steps": args.steps}
     modes = []
@@ -91,9 +99,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name in names
         }
         modes.append(summarise_mode(activation_checkpointing, names, size, timed, memory))
-    config = asdict(size) | {"dtype": "bfloat16", "world_size": args.world_size, "device": args.device}
+    config = asdict(size) | {"world_size": args.world_size, "device": args.device}
     config |= {"threads_per_rank": count_threads(args.world_size), "optimizer": "torch.optim.AdamW"}
     config |= {"warmup_steps": WARMUP_STEPS, "measured_steps": args.steps, "memory_steps": MEMORY_STEPS}
+    config["instructions"] = {name: os.environ[name] for name in INSTRUCTION_LIMITS if name in os.environ}
     config["deepspeed"] = deepspeed_config(size)
     return {
         "benchmark": "peers",
@@ -136,7 +145,7 @@ def summarise_mode(
 
 def predict_bytes(size: ModelSize, world_size: int) -> dict[str, int]:
     """Return what lorashard should hold, to compare with its engine's count; alignment adds a little."""
-    hidden, item_bytes = size.hidden_size, torch.bfloat16.itemsize
+    hidden, item_bytes = size.hidden_size, size.torch_dtype.itemsize
     layer_bytes = (4 * hidden**2 + 3 * hidden * size.intermediate_size + 2 * hidden) * item_bytes
     embedding_bytes = size.vocab_size * hidden * item_bytes
     head_bytes = embedding_bytes + hidden * item_bytes
@@ -175,9 +184,12 @@ def make_table(record: dict[str, Any]) -> str:
         parts.append(f"{'With' if mode['activation_checkpointing'] else 'Without'} activation checkpointing:")
         parts.append(format_table(header, rows))
     machine = ", ".join(hardware["gpus"]) if is_cuda else f"{hardware['cores']} cores of {hardware['cpu']}"
+    if config.get("instructions"):
+        machine += f" held to {' '.join(f'{name}={value}' for name, value in config['instructions'].items())}"
+    dtype = SHORT_DTYPES[config["dtype"]]
     parts.append(
-        f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, bf16, LoRA r {config['lora_r']} on all "
-        f"linears, batch {config['batch_size']} x {config['sequence_tokens']} tokens on each of "
+        f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, {dtype}, LoRA r {config['lora_r']} on "
+        f"all linears, batch {config['batch_size']} x {config['sequence_tokens']} tokens on each of "
         f"{config['world_size']} ranks; {machine}. Medians of {config['measured_steps']} steps, taken in "
         "turn; the peak memory of the largest rank."
     )

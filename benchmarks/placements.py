@@ -198,7 +198,7 @@ def build(variant: Variant, folder: str, size: ModelSize, device: torch.device) 
     import lorashard
 
     lora = LoraConfig(r=size.lora_r, lora_alpha=2 * size.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = lorashard.load(folder, lora, device=device, **variant.options)
+    model = lorashard.load(folder, lora, dtype=torch.bfloat16, device=device, **variant.options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainable_parameters(model):

@@ -1,6 +1,6 @@
 """A training loop of one's own with accelerate, which can be resumed, on a base that is sharded over the ranks.
 
-    accelerate launch --multi_gpu --num_processes 4 examples/accelerate_loop.py \
+    accelerate launch --multi_gpu --num_processes 4 --mixed_precision bf16 examples/accelerate_loop.py \
         --model meta-llama/Llama-3.1-8B-Instruct --data rows.jsonl --output_dir runs/loop --max_steps 100
 """
 
@@ -51,9 +51,10 @@ def main() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=sampling)
     set_seed(0)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    # was: base = AutoModelForCausalLM.from_pretrained(args.model, dtype="bfloat16")
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    # was: base = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     # was: model = get_peft_model(base, lora)
-    model = lorashard.load(args.model, lora)
+    model = lorashard.load(args.model, lora, dtype=dtype)
     model.train().gradient_checkpointing_enable()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)

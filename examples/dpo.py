@@ -10,6 +10,7 @@ puts a frozen copy of the adapter as it was at first, "ref", beside the one that
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from transformers import set_seed
@@ -44,9 +45,10 @@ def main() -> None:
     rows = load_rows(script.data).train_test_split(test_size=8, seed=0)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     set_seed(args.seed)
-    # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype="bfloat16")
+    dtype = torch.bfloat16 if args.bf16 else torch.float32  # TRL's default is bf16
+    # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype=dtype)
     # was: model = get_peft_model(base, lora)
-    model = lorashard.load(script.model, lora)
+    model = lorashard.load(script.model, lora, dtype=dtype)
 
     trainer = DPOTrainer(model=model, args=args, train_dataset=rows["train"], eval_dataset=rows["test"])
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from transformers import set_seed
@@ -59,9 +60,10 @@ def main() -> None:
         raise SystemExit("use_vllm wants the whole weights, and the base rests sharded: leave it out")
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     set_seed(args.seed)
-    # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype="bfloat16")
+    dtype = torch.bfloat16 if args.bf16 else torch.float32  # TRL's default is bf16
+    # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype=dtype)
     # was: model = get_peft_model(base, lora)
-    model = lorashard.load(script.model, lora)
+    model = lorashard.load(script.model, lora, dtype=dtype)
 
     rewards = [reward_right_number, reward_brevity]
     trainer = GRPOTrainer(model=model, args=args, reward_funcs=rewards, train_dataset=load_rows(script.data))

@@ -1,7 +1,7 @@
 """transformers' Trainer on a base that is sharded over the ranks.
 
     torchrun --nproc_per_node 4 examples/trainer.py --model meta-llama/Llama-3.1-8B-Instruct --data rows.jsonl \
-        --output_dir runs/trainer --gradient_checkpointing --eval_strategy steps --eval_steps 50 --save_steps 50
+        --output_dir runs/trainer --bf16 --gradient_checkpointing --eval_strategy steps --eval_steps 50 --save_steps 50
 
 Every option of TrainingArguments is an option of this script; --resume_from_checkpoint takes up a run that was stopped.
 """
@@ -9,6 +9,7 @@ Every option of TrainingArguments is an option of this script; --resume_from_che
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from transformers import (
@@ -48,9 +49,10 @@ def main() -> None:
         ).train_test_split(test_size=8, seed=0)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     set_seed(args.seed)
-    # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype="bfloat16")
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    # was: base = AutoModelForCausalLM.from_pretrained(script.model, dtype=dtype)
     # was: model = get_peft_model(base, lora)
-    model = lorashard.load(script.model, lora)
+    model = lorashard.load(script.model, lora, dtype=dtype)
 
     trainer = Trainer(
         model=model,

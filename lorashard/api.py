@@ -13,6 +13,7 @@ from accelerate.state import DistributedType, PartialState
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 
 from . import dist
+from .dtypes import DtypeOption, choose_dtype
 from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
 from .initialisation import is_derived
@@ -63,7 +64,7 @@ def load(
     lora: PeftConfig,
     placement: str | ResolvedPlacement = "auto",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: DtypeOption = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -91,7 +92,9 @@ def load(
             PiSSA and OLoRA rewrite the base: a copy of it is derived once and kept, see docs/peft.md.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`;
             or one that is planned already, with nothing left to choose.
-        dtype: the base's, which is also what it computes in.
+        dtype: the base's, which is also what it computes in. `auto`: bfloat16 where the devices of all ranks have
+            instructions for it, and float32 elsewhere, which a line says. The trainer must be told the same: with
+            float32 `bf16=False`, which is not TRL's default.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
         quantization: `nf4`, `int8` or `fp8`: the linear weights of decoder layers, and experts, are quantised while
@@ -131,6 +134,7 @@ def load(
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
     device = device or own_device
+    dtype = _settle_dtype(dtype, device)
     compiling = read_compile_options(torch_compile, device, read_quantization(quantization))
     derived = None
     if is_derived(getattr(lora, "init_lora_weights", None)):
@@ -181,7 +185,7 @@ def load_adapter(
     base: str | None = None,
     placement: str = "auto",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: DtypeOption = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -200,6 +204,7 @@ def load_adapter(
         base: where the base is, if not where the adapter says.
         placement: as for `load`. With `auto` the base is whole on each device if it fits, and else as much of it as
             does; on a CPU it is read from its own files.
+        dtype: as for `load`.
         quantization: what the base is quantised to, as for `load`, or "none"; not given: what it was in training.
         num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
         torch_compile: as for `load`; layers that fill a key-value cache, as in `generate`, run uncompiled.
@@ -221,6 +226,7 @@ def load_adapter(
         raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")
     config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
     device = join_launch() if device is None else device
+    dtype = _settle_dtype(dtype, device)
     meant = choose_quantization(folder, quantization)
     compiling = read_compile_options(torch_compile, device, meant)
     described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation, meant)
@@ -425,13 +431,16 @@ def engine_of(model: torch.nn.Module) -> Engine:
     )
 
 
-def join_launch() -> torch.device:
+def join_launch(backend: str | None = None) -> torch.device:
     """Take this process's place among the ranks of its launch, if a launcher started it; accelerate does the work.
 
     Returns the device that accelerate, and so Trainer, computes on: the GPU of the local rank, or the CPU.
 
     On a machine without GPUs accelerate sees a single process unless it is told: two ranks would train alone, and both
     would look healthy.
+
+    Args:
+        backend: of torch.distributed; the default is nccl, or gloo on the CPU.
 
     Raises:
         ConfigError: the launcher's world size and accelerate's differ, the device is neither a CUDA GPU nor the CPU, or
@@ -441,7 +450,10 @@ def join_launch() -> torch.device:
     """
     refuse_plugins(os.environ)
     env = dist.read_launcher_env()
-    state = PartialState(cpu=dist.is_cpu_requested())
+    try:
+        state = PartialState(cpu=dist.is_cpu_requested(), backend=backend)
+    except ValueError as error:  # of a backend that torch has not been built with
+        raise ConfigError(f"ddp_backend: expected one that is there, found {backend!r}: {error}") from error
     if state.distributed_type == DistributedType.DEEPSPEED:  # the trainer's arguments leave no variable behind
         raise ConfigError(explain_plugin("DeepSpeed", "by the trainer's arguments", "deepspeed=..."))
     if env is not None and env.world_size != state.num_processes:
@@ -456,6 +468,17 @@ def join_launch() -> torch.device:
             f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
         )
     return torch.device("cpu") if state.device.type == "cpu" else state.device  # it may say cpu:0
+
+
+def _settle_dtype(asked: DtypeOption, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in; rank 0 says what `auto` became, and what a slow one costs.
+
+    Ranks: collective over all ranks.
+    """
+    dtype, sentence = choose_dtype(asked, device)
+    if sentence is not None and dist.get_rank() == 0:
+        _logger.warning("%s", sentence)
+    return dtype
 
 
 def _plan(

@@ -64,8 +64,9 @@ class BaseOptions(RankOptions):
     """The commit, branch or tag of the model on the hub."""
     trust_remote_code: bool = False
     """Run code that comes with the model or its tokenizer."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """The base's type and that of the computation; float16 needs a GPU."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """The base's dtype and that of the computation. `auto`: bfloat16 where the device has instructions for it, as GPUs
+    have since Ampere, and float32 elsewhere. float16 needs a GPU."""
     attn_implementation: str | None = None
     """transformers' attention: `sdpa`, `eager`, `flash_attention_2`, ..."""
     allow_base_mismatch: bool = False

@@ -222,10 +222,9 @@ def _plan(
 
     wanted = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
     with quick_imports():
-        from .forecast import find_cluster, plan_run
+        from .forecast import forecast
 
-    cluster, notes = find_cluster(run_config, wanted)
-    plan = plan_run(run_config, cluster, epoch_tokens=epoch_tokens, notes=notes)
+    plan, cluster = forecast(run_config, wanted, epoch_tokens=epoch_tokens)
     if as_json:
         print(json.dumps(plan.to_json(), indent=1))
         return 0

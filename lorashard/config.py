@@ -118,7 +118,7 @@ HINTS = {
     "quantization_config": _QUANTIZES_ITSELF,
     "bnb_config_kwargs": _QUANTIZES_ITSELF,
     "bnb_4bit_quant_type": "quantization: nf4 is the only 4-bit format here: leave it out",
-    "bnb_4bit_compute_dtype": "dtype is what is computed in: give that, or nothing for bfloat16",
+    "bnb_4bit_compute_dtype": "dtype is what is computed in: give that, or nothing for what the device is good at",
     "bnb_4bit_quant_storage": "packed weights are sharded as bytes: leave it out",
     "llm_int8_threshold": _SCALES_ROWS,
     "llm_int8_has_fp16_weight": _SCALES_ROWS,
@@ -435,6 +435,10 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
             return Path(checkpoint).resolve().parent == Path(self.output_dir).resolve()
         return bool(checkpoint)
 
+    def with_dtype(self, dtype: str) -> RunConfig:
+        """Return the configuration with what `dtype: auto` became."""
+        return self.model_copy(update={"dtype": dtype})
+
     def count_accumulation(self, world_size: int) -> dict[str, int]:
         """Return TRL's option for how many microbatches make a step, where `global_batch_size` decides it.
 
@@ -456,7 +460,8 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
     def trainer_options(self) -> dict[str, Any]:
         """Arguments for TRL's configuration class: what was given, lorashard's defaults, and what follows from them.
 
-        Without `output_dir`, and without the options of data that lorashard prepares before the trainer sees it.
+        Without `output_dir`, and without the options of data that lorashard prepares before the trainer sees it. The
+        flags `bf16` and `fp16` follow from the dtype, so they mean nothing before `with_dtype` while it is `auto`.
         """
         options = self._fill_trainer() | {"seed": self.seed}
         for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -650,7 +655,7 @@ def _choose_precision(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("bf16 and fp16 are both true: choose one")
     for flag, name in asked.items():
         dtype = options.get("dtype", name)
-        if dtype != name:
+        if dtype not in (name, "auto"):
             raise ConfigError(f"{flag}: true and dtype: {dtype} contradict each other: the base computes in its dtype")
         return {"dtype": name}
     if options.get("dtype") == "float16" and options.get("fp16") is False:

@@ -284,8 +284,19 @@ def _describe_torch() -> Section:
         "NCCL": _ask(read_nccl),
         "cuDNN": _ask(lambda: torch.backends.cudnn.version() or "not in this build"),
         "sees GPUs": _ask(torch.cuda.device_count),
+        "bfloat16": _ask(_describe_bfloat16),
         "architectures": _ask(lambda: " ".join(torch.cuda.get_arch_list()) or "none"),
     } | ({"ROCm": torch.version.hip} if torch.version.hip else {})
+
+
+def _describe_bfloat16() -> str:
+    """Return whether the device that a run would take computes in bfloat16, which `dtype: auto` goes by."""
+    import torch
+
+    from .dtypes import explain_slow_bfloat16
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return explain_slow_bfloat16(device) or f"computed by the {'GPU' if device.type == 'cuda' else 'CPU'}"
 
 
 def _describe_gpus() -> Section:

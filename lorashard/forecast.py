@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import trl
 
 from .config import RunConfig
 from .devices import count_cores, find_gpus
+from .dtypes import choose_dtype, read_dtype
 from .errors import ConfigError
 from .merging.derived import without_rewriting
 from .methods import Method
@@ -30,6 +31,17 @@ from .plan.probe import measure_free_bytes, probe
 from .plan.trace import Microbatch
 
 _ASSUMED_PROMPT_TOKENS = 512
+
+
+def forecast(config: RunConfig, wanted: HardwareOptions, *, epoch_tokens: int | None = None) -> tuple[Plan, Cluster]:
+    """Return the plan of a run on the machines that are wanted, or else on this one, and those machines.
+
+    Raises:
+        UserError: as for `find_cluster` and `plan_run`.
+    """
+    config, about_dtype = settle_dtype_here(config, find_planned_device(config, wanted))
+    cluster, notes = find_cluster(config, wanted)
+    return plan_run(config, cluster, epoch_tokens=epoch_tokens, notes=[*about_dtype, *notes]), cluster
 
 
 def plan_run(
@@ -62,7 +74,7 @@ def describe_base(config: RunConfig) -> BaseModel:
     return BaseModel(
         config.model_name_or_path,
         without_rewriting(make_lora(config.lora_options())),
-        getattr(torch, config.dtype),
+        _read_settled_dtype(config),
         config.model_revision,
         config.trust_remote_code,
         config.attn_implementation,
@@ -136,24 +148,60 @@ def _find_row_tokens(config: RunConfig, options: dict[str, Any], longest_tokens:
     return min(known)
 
 
+def _read_settled_dtype(config: RunConfig) -> torch.dtype:
+    assert config.dtype != "auto", "what it becomes is settled for a device first"
+    return getattr(torch, config.dtype)
+
+
+def settle_dtype_here(
+    config: RunConfig,
+    device: torch.device | None,
+    explain: Callable[[torch.device], str | None] | None = None,
+) -> tuple[RunConfig, Sequence[str]]:
+    """Return the configuration with what `dtype: auto` becomes on this machine, and what there is to say of it.
+
+    Args:
+        device: None for GPUs that are not here: all that are known have bfloat16.
+        explain: as for `choose_dtype`.
+    """
+    if device is None:
+        return config.with_dtype("bfloat16") if config.dtype == "auto" else config, ()
+    dtype, sentence = choose_dtype(read_dtype(config.dtype), device, explain)
+    return config.with_dtype(str(dtype).removeprefix("torch.")), (sentence,) if sentence else ()
+
+
+def find_planned_device(config: RunConfig, wanted: HardwareOptions) -> torch.device | None:
+    """Return the device of this machine that a plan is for; None where it is for GPUs that are not here."""
+    if config.cpu is not None:
+        return torch.device("cpu")
+    visible = find_gpus()
+    if wanted.gpu_type is None and visible.count and (_count_gpus(config) or 1) <= visible.count:
+        return torch.device("cuda", config.gpus[0] if isinstance(config.gpus, list) else 0)
+    return None
+
+
+def _count_gpus(config: RunConfig) -> int | None:
+    return len(config.gpus) if isinstance(config.gpus, list) else config.gpus
+
+
 def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, Sequence[str]]:
     """Return the machines to plan for, those asked for or else this one, and what had to be assumed.
+
+    Args:
+        config: with a dtype that is settled, in which this machine's speed is measured.
 
     Raises:
         ConfigError: the options ask for GPUs, and neither are they here nor is a type or an amount of memory given.
     """
-    if config.cpu is not None:
-        device = torch.device("cpu")
+    device, num_gpus = find_planned_device(config, wanted), _count_gpus(config)
+    if config.cpu is not None and device is not None:
         torch.set_num_threads(max(1, count_cores() // config.cpu))  # as the launcher gives to each rank
-        hardware = probe(device, getattr(torch, config.dtype))
+        hardware = probe(device, _read_settled_dtype(config))
         return Cluster(hardware, config.cpu, wanted.nodes, measure_free_bytes(device, config.cpu)), ()
-    ids = config.gpus if isinstance(config.gpus, list) else None
-    num_gpus = len(ids) if ids else config.gpus if isinstance(config.gpus, int) else None
     visible = find_gpus()
     given_bytes = wanted.memory_bytes()
-    if wanted.gpu_type is None and visible.count and (num_gpus or 1) <= visible.count:
-        device = torch.device("cuda", ids[0] if ids else 0)
-        hardware = wanted.apply(probe(device, getattr(torch, config.dtype)))
+    if device is not None:
+        hardware = wanted.apply(probe(device, _read_settled_dtype(config)))
         free_bytes = usable_bytes(given_bytes) if given_bytes else measure_free_bytes(device, 1)
         host_bytes = psutil.virtual_memory().available
         return Cluster(hardware, num_gpus or visible.count, wanted.nodes, free_bytes, host_bytes), ()

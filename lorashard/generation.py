@@ -333,7 +333,7 @@ def _plan_rows(options: GenerateOptions, model: PeftModel) -> Callable[[int], in
     env = dist.read_launcher_env()
     ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
     free_bytes = min(dist.gather_objects(measure_free_bytes(model.device, ranks_per_node)))
-    dtype = getattr(torch, options.dtype)
+    dtype = model.get_base_model().dtype
 
     def count_rows(length: int) -> int:
         row_bytes = count_row_bytes(model.config, dtype, length, options.max_new_tokens)

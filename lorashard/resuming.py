@@ -32,7 +32,7 @@ class Facts:
     """What decides which rows a step of the run has, and what a checkpoint holds.
 
     `rows_per_epoch` are those that all ranks together draw, with what fills the last batches; None where TRL's own
-    sampler draws prompts.
+    sampler draws prompts. `dtype` is None in checkpoints from before `dtype: auto`.
     """
 
     method: str
@@ -45,6 +45,7 @@ class Facts:
     lora: dict[str, Any]
     schedule: dict[str, Any]
     is_resumable: bool
+    dtype: str | None = None
 
     @classmethod
     def read(cls, manifest: Manifest) -> Facts:
@@ -84,6 +85,7 @@ def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prep
         lora={name: value for name, value in config.lora_options().items() if name != "lora_dropout"},
         schedule={name: getattr(arguments, name) for name in _SCHEDULE} | {"optim": str(arguments.optim)},
         is_resumable=not arguments.save_only_model,
+        dtype=config.dtype,
     )
 
 
@@ -157,6 +159,11 @@ def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
         except (CheckpointError, OSError) as error:
             problem = str(error)
     return next((problem for problem in dist.gather_objects(problem) if problem), None)
+
+
+def read_saved_dtype(checkpoint: Path) -> str | None:
+    """Return the dtype that a checkpoint was computed in; None where it does not say."""
+    return Facts.read(read_manifest(checkpoint)).dtype if (checkpoint / MANIFEST_NAME).exists() else None
 
 
 def check_resume(

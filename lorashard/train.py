@@ -26,6 +26,7 @@ from .console import Console
 from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
+from .dtypes import choose_dtype
 from .errors import ConfigError, RunStopped, TrainingError, UserError
 from .forecast import describe_base, describe_training
 from .heartbeat import Heartbeat
@@ -40,7 +41,7 @@ from .plan.auto import Training, plan_given, plan_here
 from .plan.choose import Plan, PlanError, explained_planning
 from .plan.costs import Row
 from .quantization.options import describe_quantization
-from .resuming import check_resume, choose_checkpoint, describe_run
+from .resuming import check_resume, choose_checkpoint, describe_run, read_saved_dtype
 from .rewards import Reward, check_reward_model, load_rewards
 from .runs import Run
 from .status import describe_end
@@ -97,12 +98,15 @@ def _finetune(
     tell(f"dataset: {prepared.report.summary()}")
     stop.check()
     status.enter("load")
+    device = api.join_launch(config.trainer.get("ddp_backend"))
+    env = dist.read_launcher_env()
+    checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, tell)
+    config = settle_dtype(config, device, checkpoint, tell)
     arguments = build_arguments(config, dist.is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
     rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
     if config.reward_model_name_or_path is not None:
         check_reward_model(config.reward_model_name_or_path, config.trust_remote_code)
-    checkpoint = choose_checkpoint(config, arguments.local_process_index == 0, tell)
     together(lambda: check_checkpoint(checkpoint) if checkpoint else None)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
     facts = describe_run(config, arguments, prepared)
@@ -124,7 +128,7 @@ def _finetune(
         wait_warning_s=config.wait_warning_s,
         describe_ranks=describe_ranks,
     )
-    placement, plan = _place(config, prepared, run, tell)
+    placement, plan = _place(config, prepared, device, run, tell)
     set_seed(arguments.seed)
     model, base_bytes = _load(config, placement, run, tell)
     if checkpoint is not None:
@@ -172,6 +176,34 @@ def _finetune(
         tell(_compare_with_plan(plan.choice, measured))
     status.end("done")
     _end_group(trainer)
+
+
+def settle_dtype(
+    config: RunConfig,
+    device: torch.device,
+    checkpoint: Path | None,
+    tell: Callable[[str], None],
+    explain: Callable[[torch.device], str | None] | None = None,
+) -> RunConfig:
+    """Return the configuration with what `dtype: auto` becomes; an explicit one is as it was asked for.
+
+    A run goes on in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
+
+    Args:
+        checkpoint: that the run goes on from.
+        explain: as for `choose_dtype`.
+
+    Ranks: collective over all ranks.
+    """
+    if config.dtype != "auto":
+        return config
+    saved = dist.broadcast_object(together(lambda: read_saved_dtype(checkpoint) if checkpoint else None))
+    if saved is not None:
+        tell(f"dtype: {saved}, as before {checkpoint}")
+        return config.with_dtype(saved)
+    dtype, sentence = choose_dtype("auto", device, explain)
+    tell(str(sentence))
+    return config.with_dtype(str(dtype).removeprefix("torch."))
 
 
 def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable[[str], None]) -> tuple[PeftModel, int]:
@@ -244,7 +276,7 @@ def _end_group(trainer: Trainer) -> None:
 
 
 def _place(
-    config: RunConfig, prepared: Prepared, run: Run, tell: Callable[[str], None]
+    config: RunConfig, prepared: Prepared, device: torch.device, run: Run, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], Plan | None]:
     """Return the arguments of `load` that say where the base rests, and a plan: what is left to `auto` is planned.
 
@@ -256,7 +288,6 @@ def _place(
     Ranks: collective over all ranks where there is something to plan; all get one plan.
     """
     options = config.placement_options()
-    device = api.join_launch()
 
     def describe() -> Training:
         return describe_training(
@@ -331,6 +362,7 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
             raise ConfigError("use_liger_kernel: Liger's kernels run on GPUs; leave it out with --cpu")
         if not is_liger_kernel_available():
             raise ConfigError("use_liger_kernel: Liger's kernels are not installed: pip install liger-kernel")
+    assert config.dtype != "auto", "the trainer's flags follow from what it becomes"
     method = config.trl_method
     env = dist.read_launcher_env()
     decided: dict[str, Any] = config.count_accumulation(world_size or (env.world_size if env else 1)) | {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from peft import PeftConfig, PeftModel, TaskType
 from transformers import PreTrainedTokenizerBase
 
 from . import api
 from .data.tokenizer import load_tokenizer
+from .dtypes import read_dtype
 from .errors import ConfigError
 from .model.saved import find_adapter, find_base, read_config
 from .use_options import UseOptions
@@ -31,7 +31,7 @@ def load_for_use(adapter: str, options: UseOptions, num_cached_tokens: int) -> P
     return api.load_adapter(
         folder,
         options.base,
-        dtype=getattr(torch, options.dtype),
+        dtype=read_dtype(options.dtype),
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,

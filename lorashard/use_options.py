@@ -85,8 +85,8 @@ class MergeOptions(BaseOptions, CommandOptions):
     """The folder of the merged model, which does not exist yet."""
     base: str | None = None
     """The base's folder or hub id, if it is not where the adapter says."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # type: ignore[assignment]
-    """What is computed in and written; `auto` is the base's own."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """What is computed in and written. `auto`, unlike in training: the dtype that the base is stored in."""
     quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
     """What the base is quantised to before it is dequantised and merged. Not given: what it was when the adapter was
     trained; `none` merges into the original weights."""

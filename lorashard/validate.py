@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from huggingface_hub import constants, get_safetensors_metadata, model_info
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers import PreTrainedConfig
@@ -36,6 +37,10 @@ def validate(config: RunConfig) -> Iterator[str]:
     check_device(config, choice.device_type)
     check_output_dir(config)
     yield f"ranks: {choice.num_ranks} on {choice.device_type}"
+    from .forecast import settle_dtype_here
+
+    config, about_dtype = settle_dtype_here(config, torch.device(choice.device_type))
+    yield from about_dtype
     _check_trainer_options(config, choice.device_type, choice.num_ranks)
     yield "options: accepted by TRL and transformers"
     yield f"model: {describe_model(config.model_name_or_path, config.model_revision)}"

@@ -24,7 +24,7 @@ def main() -> None:
     test_rows = [json.loads(line)["messages"] for line in (DEMO / "test.jsonl").read_text("utf-8").splitlines()]
     questions = [user["content"] for user, _ in test_rows]
     expected = [assistant["content"] for _, assistant in test_rows]
-    base_bytes = (DEMO / "base/model.safetensors").stat().st_size
+    base_bytes = 2 * (DEMO / "base/model.safetensors").stat().st_size  # in float32, from a file in bfloat16
     print(
         f"The base is a Llama of {base_bytes / 1e6:.1f} MB that knows a small world of people, days and places, and\n"
         "answers in plain English. It shall learn to turn a request for an appointment into one line of JSON.\n"
@@ -58,18 +58,20 @@ def main() -> None:
 
 def answer(questions: list[str], adapter: Path | None) -> list[str]:
     """Return the model's greedy answers, made with transformers and PEFT alone, without lorashard."""
-    import torch  # imported here, because it takes seconds and the reader should know by then what is going on
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
+    from lorashard.importing import quick_imports
     from lorashard.output import leave_out_notices
 
     leave_out_notices()  # of PEFT's, which are not about this
+    with quick_imports():  # here, because it takes seconds and the reader should know by then what is going on
+        import torch
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model, more threads cost more than they bring
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
     prompts = tokenizer.apply_chat_template(

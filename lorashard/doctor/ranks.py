@@ -10,6 +10,7 @@ import torch
 
 from .. import dist
 from ..disk import show_bytes
+from ..dtypes import choose_dtype, explain_slow_bfloat16
 from ..environment import find_pairs_without_peer_access
 from ..errors import VerificationError
 from ..plan.probe import Speeds, measure_speeds
@@ -83,9 +84,11 @@ def check_ranks(timeout_s: int, known: Sequence[Check], speak: Callable[[Sequenc
             found.append(_check_gpu_memory(device))
         found.append(_check_pinning())
     with watch.step("speeds", _MEND_SPEEDS, timeout_s):
-        speeds = measure_speeds(device, torch.bfloat16)
+        dtype, sentence = choose_dtype("auto", device)
+        found.append(_judge_dtype(device, dtype, str(sentence)))
+        speeds = measure_speeds(device, dtype)
         everyones = [Speeds(**values) for values in dist.gather_objects(asdict(speeds))]
-        found += _judge_speeds(device, speeds, everyones)
+        found += _judge_speeds(device, dtype, speeds, everyones)
     with watch.step("report", _MEND_COLLECTIVES, timeout_s):
         return dist.gather_objects(found)
 
@@ -179,17 +182,27 @@ def _check_pinning() -> Check:
     return Check("pinned memory", "ok", f"{_PINNED_BYTES >> 20} MiB pinned")
 
 
-def _judge_speeds(device: torch.device, own: Speeds, everyones: Sequence[Speeds]) -> list[Check]:
+def _judge_dtype(device: torch.device, dtype: torch.dtype, sentence: str) -> Check:
+    figures = {"has_bfloat16": int(explain_slow_bfloat16(device) is None)}
+    return Check("dtype", "ok", f"auto is {sentence.removeprefix('dtype: ')}", None, figures)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _judge_speeds(device: torch.device, dtype: torch.dtype, own: Speeds, everyones: Sequence[Speeds]) -> list[Check]:
     if device.type == "cpu":
+        found = f"{own.flops_per_s / 1e9:.0f} GFLOPS in {_name(dtype)}"
         return [
             Check("pinned memory", "skip", "needs a GPU"),
-            Check("compute", "ok", f"{own.flops_per_s / 1e9:.0f} GFLOPS", None, {"flops_per_s": own.flops_per_s}),
+            Check("compute", "ok", found, None, {"flops_per_s": own.flops_per_s}),
         ]
     checks = [_judge_host_link(own.host_bytes_per_s)]
     if own.peer_bytes_per_s is not None:
         checks.append(_judge_peers(own.peer_bytes_per_s, own.host_bytes_per_s))
     best = max(speeds.flops_per_s for speeds in everyones)
-    found = f"{own.flops_per_s / 1e12:.0f} TFLOPS in bfloat16"
+    found = f"{own.flops_per_s / 1e12:.0f} TFLOPS in {_name(dtype)}"
     figures = {"flops_per_s": own.flops_per_s}
     if own.flops_per_s < _SLOW_RANK_SHARE * best:
         mend = "all ranks wait for the slowest: is it another model, hot, or at work for another program (nvidia-smi)?"

@@ -95,7 +95,7 @@ def compare(rank: int, base: Path, expected: dict[str, Results], residuals: dict
     for name, options in CASES.items():
         for quantization in (None, "nf4"):
             torch.manual_seed(7 + rank)  # ranks that draw other numbers must end with rank 0's
-            model = lorashard.load(str(base), lora(**options), "shard", quantization=quantization)
+            model = lorashard.load(str(base), lora(**options), "shard", dtype=torch.bfloat16, quantization=quantization)
             found = base_of(model)
             assert found is not None
             kept = {}

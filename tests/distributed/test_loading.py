@@ -151,10 +151,10 @@ def check_one_label(rank: int, folder: str, adapter: str) -> tuple[list[str], in
         lorashard.load(folder, LoraConfig(task_type="CAUSAL_LM"), num_labels=1)
     torch.manual_seed(8)
     plain = get_peft_model(
-        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.bfloat16), config()
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32), config()
     )
     torch.manual_seed(8)
-    model = lorashard.load(folder, config(), "shard", resident_layers=0, num_labels=1)
+    model = lorashard.load(folder, config(), "shard", dtype=torch.float32, resident_layers=0, num_labels=1)
     trained = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in (model, plain)]
     differences = find_differences(*trained)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def check_one_label(rank: int, folder: str, adapter: str) -> tuple[list[str], in
     if rank == 0:
         model.save_pretrained(adapter)
     torch.distributed.barrier()
-    loaded = lorashard.load_adapter(adapter, placement="shard", resident_layers=0)
+    loaded = lorashard.load_adapter(adapter, placement="shard", dtype=torch.float32, resident_layers=0)
     ids = make_batch()["input_ids"]
     is_same = torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
     return differences, loaded.config.num_labels, is_same

@@ -567,7 +567,7 @@ def check_live(rank: int, cases: list[tuple[str, str, str, str]], folder: str) -
     for number, (base, adapter, how, placement) in enumerate(cases):
         out = Path(folder, f"live-{number}")
         if how == "load":
-            model = lorashard.load_adapter(adapter, base, placement)
+            model = lorashard.load_adapter(adapter, base, placement, dtype=BF16)
         else:
             plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
             model = lorashard.shard(PeftModel.from_pretrained(plain, adapter), placement)

@@ -151,7 +151,7 @@ def compare_loaded(rank: int, folder: Path, expected: dict[str, Results]) -> dic
         torch.manual_seed(7)
         quantization = VOCABULARY if case.has_vocabulary else "nf4"
         path = str(folder / case.base)
-        model = lorashard.load(path, case.config(), quantization=quantization, **case.placement)
+        model = lorashard.load(path, case.config(), dtype=torch.bfloat16, quantization=quantization, **case.placement)
         set_checkpointing(model, case.checkpointing)
         wrong = find_differences(train(disturb(model)), expected[name])
         if wrong:
@@ -173,7 +173,7 @@ def test_adapters_begin_from_the_quantised_base(tmp_path):
 def check_loftq(rank: int, folder: Path) -> list[str]:
     torch.manual_seed(rank)  # ranks that begin otherwise must end with rank 0's
     options = dict(r=8, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="loftq")
-    model = lorashard.load(str(folder / "dense"), make_lora(options), "shard", quantization="nf4")
+    model = lorashard.load(str(folder / "dense"), make_lora(options), "shard", dtype=torch.bfloat16, quantization="nf4")
     layers = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.bfloat16).model.layers
     adapter = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
     wrong = [] if model.peft_config["default"].init_lora_weights is True else ["the config would begin LoftQ anew"]

@@ -53,7 +53,7 @@ def build_plain(folder: Path, name: str, checkpointing: str) -> PeftModel:
 def build_quantised(folder: Path, name: str, checkpointing: str, **placement: object) -> PeftModel:
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0)
-    model = lorashard.load(str(folder), lora, quantization=FORMATS[name], **placement)
+    model = lorashard.load(str(folder), lora, dtype=torch.bfloat16, quantization=FORMATS[name], **placement)
     fill_lora_b(model)
     set_checkpointing(model, checkpointing)
     return model.train()

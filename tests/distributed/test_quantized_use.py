@@ -40,7 +40,7 @@ def task(tmp_path_factory) -> Path:
             module.weight.data = functional.dequantize_4bit(*packed)
     model.save_pretrained(folder / "dequantised")
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    made = lorashard.load(str(folder / "base"), config, "replicate", device=CPU, quantization="nf4")
+    made = lorashard.load(str(folder / "base"), config, "replicate", dtype=BF16, device=CPU, quantization="nf4")
     disturb(made)
     made.save_pretrained(folder / "adapter")
     return folder
@@ -68,7 +68,7 @@ def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_s
 
     def body(rank):
         for placement in placements:
-            model = lorashard.load_adapter(task / "adapter", placement=placement, device=CPU)
+            model = lorashard.load_adapter(task / "adapter", placement=placement, dtype=BF16, device=CPU)
             found = model.generate(input_ids=ids, eos_token_id=None, **options)
             assert torch.equal(found, expected), placement
         return lorashard.merge(task / "adapter", tmp_path / "merged").num_dequantized
@@ -98,7 +98,10 @@ def test_verifying_knows_the_quantised_base(task, tmp_path):
             verify_here(result, task / "adapter", "--dtype", "float32", "--merged", tmp_path / name, *words)
             for name, *words in cases
         ]
-        return [*outcomes, verify_here(result, "--model", task / "base", "--quantization", "nf4")]
+        return [
+            *outcomes,
+            verify_here(result, "--model", task / "base", "--quantization", "nf4", "--dtype", "bfloat16"),
+        ]
 
     merged, original, as_advised, gradients = run_ranks(body, 2)[0]
     assert merged["checks"]["merged logits"]["difference_from_adapter"] < 0.01

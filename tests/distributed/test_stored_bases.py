@@ -83,7 +83,7 @@ def use(rank: int, folder: Path, weights: Reference, logits: torch.Tensor, toler
 
     Checkpoint.read_bytes, PackedTensor.make = count, refuse  # type: ignore[method-assign]
     torch.manual_seed(3)
-    model = lorashard.load(str(folder), LoraConfig(**LORA), placement, device=torch.device("cpu"))
+    model = lorashard.load(str(folder), LoraConfig(**LORA), placement, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert not hasattr(model.config, "quantization_config")
     with engine_of(model).readable():
         for name, expected in weights.items():
@@ -130,7 +130,8 @@ def test_another_format_is_refused(checkpoints):
 def train_shared(rank: int, folder: Path, quantization: str | None) -> dict[str, Any]:
     torch.manual_seed(3)
     lora = LoraConfig(**LORA, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    model = lorashard.load(str(folder), lora, "shard", device=torch.device("cpu"), quantization=quantization)
+    options = dict(dtype=torch.bfloat16, device=torch.device("cpu"), quantization=quantization)
+    model = lorashard.load(str(folder), lora, "shard", **options)
     return {name: gradient.numpy() for name, gradient in train(model).items()}
 
 

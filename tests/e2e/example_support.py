@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from support import QUICK_START
 
@@ -22,6 +24,7 @@ LAUNCHERS = {
     "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--main_process_port", "0"],
 }
 NUM_RANKS_OPTION = {"torchrun": "--nproc_per_node", "accelerate": "--num_processes"}
+FLOAT32_BY_DEFAULT = ("trainer", "accelerate_loop")  # TRL's trainers take bf16 unless they are told otherwise
 # What a script without lorashard needs, and what it tells in the place of lorashard.stats: how many ranks there are.
 PLAIN_IMPORTS = """\
 from accelerate import PartialState
@@ -96,7 +99,8 @@ def run_example(
     if is_plain:
         assert f"Num processes: {num_ranks}" in output, output
     else:
-        _check_stats(output, num_ranks, Path(str(options["model"])))
+        is_bfloat16 = str(arguments.get("bf16", name not in FLOAT32_BY_DEFAULT)) == "True"
+        _check_stats(output, num_ranks, Path(str(options["model"])), 2 if is_bfloat16 else 4)
     return read_run(Path(str(options["output_dir"])), output)
 
 
@@ -133,11 +137,12 @@ def _numbers(line: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in line.items() if not key.endswith(("runtime", "_per_second", "step_time"))}
 
 
-def _check_stats(output: str, num_ranks: int, model: Path) -> None:
+def _check_stats(output: str, num_ranks: int, model: Path, item_bytes: int) -> None:
     found = re.findall(r"^Stats\(num_gathers=(\d+),.* bytes_at_rest=(\d+),", output, re.MULTILINE)
     assert len(found) == 1, f"expected the line of rank 0, found {len(found)}\n{output}"
     num_gathers, bytes_at_rest = map(int, found[0])
-    base_bytes = (model / "model.safetensors").stat().st_size
+    with safe_open(model / "model.safetensors", "pt") as file:
+        base_bytes = item_bytes * sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
     assert num_gathers > 0
     assert base_bytes / num_ranks * 0.95 < bytes_at_rest < base_bytes / num_ranks * 1.1
 

@@ -38,7 +38,7 @@ def test_installed_class_takes_the_trainer_options() -> None:
     from trl import SFTConfig
 
     words = ["--activation_checkpointing_kwargs", '{"use_reentrant": false}', "--gradient_checkpointing", "--cpu", "1"]
-    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3")
+    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3").with_dtype("bfloat16")
     built = SFTConfig(output_dir="out", use_cpu=True, **config.trainer_options)
 
     assert built.learning_rate == 2e-4
@@ -214,7 +214,7 @@ def test_defaults_are_those_that_work_for_lora() -> None:
     config = resolve()
 
     assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (16, 32, "all-linear")
-    assert (config.placement, config.dtype, config.activation_checkpointing) == ("auto", "bfloat16", True)
+    assert (config.placement, config.dtype, config.activation_checkpointing) == ("auto", "auto", True)
     assert config.trainer_options["report_to"] == "none"
     assert "eval_strategy" not in config.trainer_options
 

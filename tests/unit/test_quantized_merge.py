@@ -52,7 +52,7 @@ def save_trained(folder: Path, base: Path, quantization: Quantization | None, **
     """Save an adapter that was made on a quantised base and moved by what could be training."""
     defaults = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     config = LoraConfig(**defaults | options)
-    model = lorashard.load(str(base), config, "replicate", device=CPU, quantization=quantization)
+    model = lorashard.load(str(base), config, "replicate", dtype=BF16, device=CPU, quantization=quantization)
     disturb(model)
     model.save_pretrained(folder)
     return folder
@@ -97,7 +97,7 @@ def test_merging_gives_what_peft_makes_of_the_dequantised_base(tmp_path, base, q
     expected = PeftModel.from_pretrained(make_reference(base, quantization), adapter).merge_and_unload().state_dict()
     assert find_differences(read_model(tmp_path / "out"), expected) == []
 
-    live = lorashard.load_adapter(adapter, placement="replicate", device=CPU)
+    live = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU)
     lorashard.merge(live, tmp_path / "live")
     assert find_differences(read_model(tmp_path / "live"), expected) == []
     ids = torch.arange(12).view(2, 6)
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_is_stored_quantised_merges_too(tmp_path, base):
 def test_what_transformers_cannot_load_quantised_is_refused(tmp_path, base):
     """A merged model in a folder that no library reads."""
     adapter = save_trained(tmp_path / "adapter", base, FORMATS[0])
-    model = lorashard.load_adapter(adapter, placement="replicate", device=CPU)
+    model = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU)
     for asked, words in (("fp8", "no fp8"), (Quantization("nf4", False, True), "embedding"), ("nf5", "nf5")):
         with pytest.raises(ConfigError, match=words):
             lorashard.merge(adapter, tmp_path / "out", requantize=asked)
@@ -194,7 +194,7 @@ def test_an_adapter_remembers_how_its_base_was_quantised(tmp_path, base, caplog)
     for asked, expected in ((None, double), ("nf4", double), ("int8", Quantization("int8")), ("none", None)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            model = lorashard.load_adapter(adapter, placement="replicate", device=CPU, quantization=asked)
+            model = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU, quantization=asked)
         loaded = lorashard.api.base_of(model)
         assert loaded is not None and loaded.quantization == expected
         assert ("double quantisation" in caplog.text) == (expected != double)

@@ -21,12 +21,11 @@ def _answer_plan(words: list[str]) -> dict[str, Any]:
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path",))
     with quick_imports():
-        from lorashard.forecast import find_cluster, plan_run
+        from lorashard.forecast import forecast
         from lorashard.plan.choose import name_placement
         from lorashard.plan.hardware import HardwareOptions
 
-    cluster, notes = find_cluster(config, HardwareOptions())
-    plan = plan_run(config, cluster, notes=notes)
+    plan, cluster = forecast(config, HardwareOptions())
     names = [name_placement(row.placement, cluster.num_ranks) for row in plan.rows]
     return plan.to_json() | {"names": names, "num_ranks": cluster.num_ranks}
 
