@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from helpers import warm
 from safetensors.torch import load_file
 from support import QUICK_START
 
@@ -148,7 +149,7 @@ def _run(command: list[str], folder: Path, timeout_s: float) -> str:
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HOME": str(folder / "hf")} | QUICK_START
-    process = subprocess.Popen(
+    process = warm.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:

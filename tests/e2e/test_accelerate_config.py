@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config import cluster
+from helpers import warm
 from peft import LoraConfig
 from support import run_ranks
 from tiny import build_base
@@ -51,7 +52,7 @@ def make_words(out: Path, **options: object) -> list[str]:
 def launch(config: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"ACCELERATE_USE_CPU": "true"} | environment
-    return subprocess.run(
+    return warm.run(
         [*LAUNCH, "--config_file", str(config), *command], env=env, capture_output=True, text=True, timeout=280
     )
 

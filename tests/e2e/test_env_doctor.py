@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from helpers import warm
+from helpers.ranks import find_ranks
 from support import run_ranks
 from tiny import build_base
 
@@ -37,7 +39,7 @@ def start(folder: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     own = {"HF_HOME": str(folder / "hf"), "TMPDIR": str(folder / "tmp")}
     (folder / "tmp").mkdir(exist_ok=True)
-    return subprocess.Popen(
+    return warm.Popen(
         [str(BINARIES / words[0]), *words[1:]],
         cwd=folder,
         env=kept | own | environ,
@@ -62,12 +64,9 @@ def find_checks(stdout: str) -> dict[str, dict]:
 def wait_for_rank(process: psutil.Process, rank: int) -> psutil.Process:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        for child in process.children(recursive=True):
-            try:
-                if child.environ().get("RANK") == str(rank) and "doctor" in child.cmdline():
-                    return child
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
+        found = find_ranks(process.pid)
+        if rank in found:
+            return found[rank]
         time.sleep(0.05)
     raise AssertionError("no rank was started")
 

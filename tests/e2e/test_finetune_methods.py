@@ -12,6 +12,7 @@ import pytest
 import torch
 import trl
 from datasets import load_dataset
+from helpers import warm
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from support import run_ranks
@@ -98,7 +99,7 @@ def finetune(task: Path, method: str, out: str, **options) -> subprocess.Complet
         words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
-    return subprocess.run([*LORASHARD, "finetune", *words], cwd=task, env=env, capture_output=True, text=True)
+    return warm.run([*LORASHARD, "finetune", *words], cwd=task, env=env, capture_output=True, text=True)
 
 
 def train_plainly(rank: int, task: Path, name: str) -> list[dict]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import trl
 from datasets import load_dataset
+from helpers import warm
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from support import run_ranks
@@ -68,9 +69,7 @@ def finetune(task: Path, method: str, out: str, **options) -> subprocess.Complet
         "lora_r": 4,
     }
     words = [word for name, value in (values | TRAINING | options).items() for word in (f"--{name}", str(value))]
-    return subprocess.run(
-        [*LORASHARD, "finetune", *words], cwd=task, env=make_env(task), capture_output=True, text=True
-    )
+    return warm.run([*LORASHARD, "finetune", *words], cwd=task, env=make_env(task), capture_output=True, text=True)
 
 
 def make_env(task: Path) -> dict[str, str]:
@@ -131,7 +130,7 @@ def check_answers(task: Path, run: Path) -> None:
     generate = ["generate", run, "--prompts", task / "prompts.jsonl", "--out", answers, "--max_new_tokens", 8]
     for words in ([*generate, "--dtype", "float32"], ["merge", run, merged, "--dtype", "float32"]):
         command = [*LORASHARD, *map(str, words), "--cpu", "2"]
-        result = subprocess.run(command, cwd=task, env=make_env(task), capture_output=True, text=True)
+        result = warm.run(command, cwd=task, env=make_env(task), capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
     model, tokenizer = AutoModelForCausalLM.from_pretrained(merged), AutoTokenizer.from_pretrained(merged)
     for prompt, line in zip(prompts, answers.read_text().splitlines(), strict=True):

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import warm
 from netns_support import NODES, TwoNodes, explain_missing, make_two_nodes
 from safetensors.torch import load_file
 from tiny import build_base
@@ -142,7 +142,7 @@ def train(nodes, task, tmp_path) -> Callable[..., tuple[list[int], list[str], in
 @pytest.fixture(scope="module")
 def one_node(task) -> Trained:
     command = [sys.executable, "-m", "lorashard", "finetune", *make_options(task, task / "one_node", cpu=4)]
-    subprocess.run(command, env=make_environment(task), check=True, capture_output=True, timeout=240)
+    warm.run(command, env=make_environment(task), check=True, capture_output=True, timeout=240)
     return read_trained(task / "one_node")
 
 

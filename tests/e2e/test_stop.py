@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from finetune_support import LORASHARD, TORCHRUN, make_options
+from helpers import warm
 from launch_support import DEADLINE_S, Launch, keep_launches, slow, wait_for_steps, wait_until
 
 from lorashard.group import Signals, run_ranks
@@ -153,7 +154,7 @@ def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Pope
         env |= {"HF_HOME": str(task / "hf"), "ACCELERATE_USE_CPU": "true"}
         pipe = subprocess.PIPE
         words = [*command, "finetune", *words, "--cpu", "2"]
-        processes.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+        processes.append(warm.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
         return processes[-1]
 
     yield start_run
@@ -168,7 +169,7 @@ def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Pope
 def check_refusal(task: Path, run: Path, owner: int) -> None:
     """Another run may not have the folder, though it says that it overwrites it."""
     words = [*LORASHARD, "finetune", *make_options(task, run.name), "--cpu", "2", "--overwrite_output_dir"]
-    second = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
+    second = warm.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
     assert second.returncode == 2 and len(second.stderr.splitlines()) == 1, second.stderr
     assert f"is owned by another run that is alive (process {owner} on" in second.stderr
 
@@ -217,7 +218,7 @@ lorashard.launch._check_model = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
 sys.exit(main(["finetune", "--cpu", "2", "--model", "{task}/model", "--dataset", "{task}/rows.jsonl",
     "--output_dir", "{tmp_path}/run"]))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    result = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert result.returncode == 75, result.stderr
     assert result.stderr == "lorashard: stopped by SIGUSR1 before any rank was started: nothing is lost\n"
     status = json.loads((tmp_path / "run" / "status.json").read_text())

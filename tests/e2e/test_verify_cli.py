@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import warm
 from peft import PeftModel
 from tiny import add_lora, build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,7 +48,7 @@ def task(tmp_path_factory) -> Path:
 def run(task: Path, command: list[str]) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
-    return subprocess.run(command, cwd=task, env=env, capture_output=True, text=True, timeout=110)
+    return warm.run(command, cwd=task, env=env, capture_output=True, text=True, timeout=110)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ _zygotes: list[tuple[subprocess.Popen, socket.socket]] = []
 
 
 class Popen(ForkingPopen):
-    """`subprocess.Popen` whose Python is forked from a process that has imported everything; it is a child all the same."""
+    """`subprocess.Popen` whose Python is forked from one that has imported everything; it is a child all the same."""
 
     def _fork(self, words: list[str], environment: dict[str, str], folder: str, streams: Sequence[int]) -> int:
         assert environment.get("HF_HUB_OFFLINE") == "1", "what is read from the hub needs an interpreter of its own"

@@ -5,15 +5,19 @@ Python that is started (`subprocess.Popen`, torch's elastic launcher) is forked 
 (`os.execvp`) runs in place. All else is real: words, environment, folder, pipes, signals, sessions, exit codes. An
 interpreter that starts and imports torch, transformers and TRL takes six seconds of a core, a fork a tenth of one.
 
+A `sitecustomize.py` in PYTHONPATH is run in a forked process too, in a rank twice, and may find everything imported.
+
 What a fork cannot show: the order of imports, what happens at an interpreter's end (`atexit`), and sets whose order
 another process would have changed. So the real starts that are left compare both ways.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -54,6 +58,8 @@ MODULES = (
     "lorashard.verify",
 )
 _REQUEST_BYTES = 2**20
+_PR_SET_NAME = 15  # linux/prctl.h
+RANK_NAME = "rank-"
 _BASE_PATH = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 _kept: list[Any] = []  # streams of a parent, which must not be flushed again where they are forgotten
 
@@ -132,6 +138,8 @@ def be_started(
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        if "RANK" in environment:
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{RANK_NAME}{environment['RANK']}".encode())
         become(words)
     finally:
         os._exit(255)
@@ -178,10 +186,10 @@ def _prepare(words: list[str]) -> None:
     is_safe, program = _split(words) if words[0] == sys.executable else (False, [words[0]])
     _kept.extend([sys.stdin, sys.stdout, sys.stderr])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # type: ignore[misc]
-    sys.stdout.reconfigure(write_through=is_unbuffered, line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
+    sys.stdout.reconfigure(write_through=is_unbuffered, line_buffering=sys.stdout.isatty())
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable(2)
     tempfile.tempdir = None
@@ -195,9 +203,6 @@ def _prepare(words: list[str]) -> None:
     sys.path[:] = [*([] if is_safe else [first]), *added, *_BASE_PATH]
     site = next((Path(entry, "sitecustomize.py") for entry in added if Path(entry, "sitecustomize.py").exists()), None)
     if site is not None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "lorashard"]:
-            del sys.modules[name]  # the script may want to see them imported
-        importlib.invalidate_caches()
         sys.modules["sitecustomize"] = module = types.ModuleType("sitecustomize")
         module.__file__ = str(site)
         exec(compile(site.read_text(), str(site), "exec"), module.__dict__)
@@ -244,7 +249,7 @@ def _find_home_places(home: str) -> None:
     """Find the constants that libraries have made of HF_HOME when they were imported."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if isinstance(value, (str, Path)) and str(value).startswith(home):
+            if type(value) in (str, type(Path())) and str(value).startswith(home):
                 _home_places.append((module, name, str(value).removeprefix(home)))
 
 
@@ -273,6 +278,25 @@ def serve(requests: socket.socket) -> None:
             os.close(number)
 
 
+def _warm_up() -> None:
+    """Plan a run of a tiny model: it fills the caches of transformers, and of the tensors that planning traces with."""
+    from transformers import LlamaConfig
+
+    from lorashard.cli import main as run_command
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaConfig(
+            **sizes, num_hidden_layers=2, vocab_size=300, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
+        ).save_pretrained(folder)
+        output, sys.stdout = sys.stdout, io.StringIO()
+        try:
+            code = run_command(["plan", "--model", folder, "--cpu", "2", "--dtype", "float32"])
+        finally:
+            sys.stdout = output
+    assert code == 0 and threading.active_count() == 1
+
+
 def main() -> None:
     gc.disable()
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
@@ -280,6 +304,7 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     _find_home_places(os.environ["HF_HOME"])
+    _warm_up()
     gc.collect()
     gc.freeze()
     gc.enable()
