@@ -12,6 +12,7 @@ import pytest
 import yaml
 from accelerate.commands.config import cluster
 from helpers import warm
+from helpers.bases import write_small_base
 from peft import LoraConfig
 from support import run_ranks
 from tiny import build_base
@@ -45,7 +46,12 @@ def answer(monkeypatch, path: Path, **answers: object) -> None:
 
 
 def make_words(out: Path, **options: object) -> list[str]:
-    values = {"model": DEMO / "base", "dataset": DEMO / "train.jsonl", "output_dir": out, "placement": "shard"}
+    values = {
+        "model": write_small_base(out / "base"),
+        "dataset": DEMO / "train.jsonl",
+        "output_dir": out,
+        "placement": "shard",
+    }
     return [word for key, value in (values | options).items() for word in (f"--{key}", str(value))]
 
 

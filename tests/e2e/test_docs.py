@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import warm
-from support import QUICK_START
 from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -170,7 +169,7 @@ def test_a_snippet_in_the_documents_runs(document, snippet, tmp_path):
     result = warm.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
-        env=environment | QUICK_START | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"},
+        env=environment | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
     )

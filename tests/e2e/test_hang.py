@@ -210,7 +210,6 @@ def start(task: Path, tmp_path: Path) -> Iterator[Callable[..., Training]]:
     [
         ("tokenise", 1, "'tokenise', at "),
         ("train", 1, "'train' of step 1, at "),
-        ("evaluate", 0, "'evaluate' of step 1, at "),
     ],
 )
 def test_a_stopped_rank_is_named_with_its_place(

@@ -55,7 +55,9 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         pipe = subprocess.PIPE
         command = [*LORASHARD, *map(str, words)]
-        begun.append(warm.Popen(command, env=kept | environment, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path))
+        # What is read from a hub needs an interpreter that begins with this environment.
+        start = subprocess.Popen if "HF_ENDPOINT" in environment else warm.Popen
+        begun.append(start(command, env=kept | environment, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path))
         return begun[-1]
 
     yield begin
