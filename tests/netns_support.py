@@ -6,14 +6,18 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from helpers import warm
+
 NODES = ("node-0", "node-1")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _INTERFACE = "wire"  # its name in each namespace
+_ON_NODE = Path(warm.__file__).with_name("on_node.py")
 # `ip netns exec` shows a namespace the files below its name as those of /etc.
 _ETC = Path("/etc/netns")
 
@@ -53,11 +57,10 @@ class TwoNodes:
         logs = [folder / f"{node}.log" for node in NODES]
         processes = []
         for name, node, command, log in zip(self._names, NODES, commands, logs, strict=True):
-            as_host = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node]
             with log.open("w") as file:
                 processes.append(
-                    subprocess.Popen(
-                        ["ip", "netns", "exec", name, *as_host, *command],
+                    warm.Popen(
+                        [sys.executable, str(_ON_NODE), name, node, *command],
                         env=dict(env) | {"GLOO_SOCKET_IFNAME": _INTERFACE},
                         stdout=file,
                         stderr=subprocess.STDOUT,

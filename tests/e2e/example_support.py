@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 import torch
+from helpers import warm
+from helpers.bases import write_small_base
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support import QUICK_START
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEMO_BASE = EXAMPLES / "demo/base"
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--main_process_port", "0"],
@@ -78,7 +78,7 @@ def run_example(
     num_ranks: int = 2,
     timeout_s: float = 200,
 ) -> Run:
-    """Run `examples/NAME.py` on CPU ranks, with the demo's base if `arguments` name no other, and read what it left.
+    """Run `examples/NAME.py` on CPU ranks, on a small base, and read what it left.
 
     Args:
         arguments: the script's options; True stands for a flag. `output_dir` is made in `folder` if not named.
@@ -92,7 +92,7 @@ def run_example(
         source = make_plain(script.read_text())
         script = folder / f"plain_{name}.py"
         script.write_text(source)
-    options = {"model": DEMO_BASE, "output_dir": folder / kind} | arguments
+    options = {"model": write_small_base(folder / "base"), "output_dir": folder / kind} | arguments
     words = [w for key, value in options.items() for w in ([f"--{key}"] if value is True else [f"--{key}", str(value)])]
     command = [sys.executable, *LAUNCHERS[launcher], NUM_RANKS_OPTION[launcher], str(num_ranks), str(script), *words]
     output = _run(command, folder, timeout_s)
@@ -152,8 +152,8 @@ def _run(command: list[str], folder: Path, timeout_s: float) -> str:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HOME": str(folder / "hf")} | QUICK_START
-    process = subprocess.Popen(
+    environment |= {"HF_HOME": str(folder / "hf")}
+    process = warm.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import torch
 from finetune_support import LORASHARD, make_options, read_lines
+from helpers import warm
+from helpers.ranks import find_ranks
 from safetensors.torch import load_file
 from support import wait_for_end
 
@@ -28,9 +29,12 @@ import importlib.abc, importlib.util, json, os, signal, sys, time
 SLOW_S = float(os.environ.get("TEST_SLOW_S", "0"))
 
 def slow(call):
+    if hasattr(call, "is_slowed"):  # in the process that this one was forked from
+        return call
     def slowed(*args, **kwargs):
         time.sleep(SLOW_S)
         return call(*args, **kwargs)
+    slowed.is_slowed = True
     return slowed
 
 if SLOW_S:
@@ -39,6 +43,8 @@ if SLOW_S:
 
 def watch(module):
     train = module.SurvivingTrainer.training_step
+    if hasattr(train, "is_watched"):
+        return
     def training_step(self, model, inputs, *args, **kwargs):
         masks = inputs.get("attention_mask", inputs["input_ids"] != 0)
         rows = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], masks)]
@@ -49,6 +55,7 @@ def watch(module):
         if [self.state.global_step + 1, self.args.process_index] == json.loads(os.environ.get("TEST_STOP", "[]")):
             os.kill(os.getpid(), signal.SIGUSR1)
         return train(self, model, inputs, *args, **kwargs)
+    training_step.is_watched = True
     module.SurvivingTrainer.training_step = training_step
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -61,7 +68,9 @@ class Finder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = lambda module: (execute(module), watch(module))
         return spec
 
-if "TEST_ROWS" in os.environ:
+if "lorashard.trainer" in sys.modules:
+    watch(sys.modules["lorashard.trainer"])
+else:
     sys.meta_path.insert(0, Finder())
 """
 
@@ -72,6 +81,7 @@ def start(
     slow_s: float = 0,
     stop: tuple[int, int] | None = None,
     last_step: int = sys.maxsize,
+    is_real: bool = False,
     **options,
 ) -> subprocess.Popen:
     """Start a run in two ranks, unless told otherwise, with dropout and a checkpoint every other step.
@@ -80,6 +90,7 @@ def start(
         slow_s: how much longer each change of the disk takes.
         stop: the step at which a rank is asked to stop, and the rank.
         last_step: after which the ranks wait to be killed, however slow the machine is.
+        is_real: whether the interpreters of the launcher and of the ranks are started, and not forked.
     """
     site = task / "site"
     site.mkdir(exist_ok=True)
@@ -107,7 +118,8 @@ def start(
     command = [*LORASHARD, "finetune", *make_options(task, out, **defaults | options)]
     log = (task / f"{out}.log").open("a")
     with log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        start = subprocess.Popen if is_real else warm.Popen
+        return start(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, task: Path, out: str, timeout_s: float = 200) -> int:
@@ -162,10 +174,10 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str,
             return False
         assert time.monotonic() < deadline_s, "the moment to kill never came"
         time.sleep(0.005)
-    ranks = find_ranks(process)
+    ranks = {rank: found.pid for rank, found in find_ranks(process.pid).items()}
     victims = [process.pid] if whom == "launcher" else [process.pid, *ranks.values()]
     if whom not in ("launcher", "all"):
-        victims = [pid for rank, pid in ranks.items() if rank == whom]
+        victims = [ranks[int(whom)]]
     for pid in victims:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -175,23 +187,9 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str,
     return True
 
 
-def find_ranks(process: subprocess.Popen) -> dict[str, int]:
-    """Return the process ids of a launcher's ranks."""
-    ranks = {}
-    try:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                ranks[child.environ()["RANK"]] = child.pid
-            except (KeyError, psutil.Error):
-                continue
-    except psutil.NoSuchProcess:
-        pass
-    return ranks
-
-
 def kill_all(process: subprocess.Popen) -> None:
     """End what is left of a run."""
-    for pid in [*find_ranks(process).values(), process.pid]:
+    for pid in [*(rank.pid for rank in find_ranks(process.pid).values()), process.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait(30)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config import cluster
+from helpers import warm
+from helpers.bases import write_small_base
 from peft import LoraConfig
 from support import run_ranks
 from tiny import build_base
@@ -44,14 +46,19 @@ def answer(monkeypatch, path: Path, **answers: object) -> None:
 
 
 def make_words(out: Path, **options: object) -> list[str]:
-    values = {"model": DEMO / "base", "dataset": DEMO / "train.jsonl", "output_dir": out, "placement": "shard"}
+    values = {
+        "model": write_small_base(out / "base"),
+        "dataset": DEMO / "train.jsonl",
+        "output_dir": out,
+        "placement": "shard",
+    }
     return [word for key, value in (values | options).items() for word in (f"--{key}", str(value))]
 
 
 def launch(config: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"ACCELERATE_USE_CPU": "true"} | environment
-    return subprocess.run(
+    return warm.run(
         [*LAUNCH, "--config_file", str(config), *command], env=env, capture_output=True, text=True, timeout=280
     )
 

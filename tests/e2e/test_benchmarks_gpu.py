@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import warm
 from plan_support import measure_peak
-from support import QUICK_START
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -33,7 +34,7 @@ def run(gpu, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", words)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("PYTHONPATH", QUICK_START["PYTHONPATH"])
+        monkeypatch.setattr(subprocess, "Popen", warm.Popen)
         gpu.main()
         return json.loads(out.read_text()), capsys.readouterr().out
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from helpers import warm
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from support import run_ranks
@@ -181,7 +182,7 @@ def run_finetune(options: dict[str, str], folder: Path) -> subprocess.CompletedP
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(folder / "hf")}
-    return subprocess.run([*LORASHARD, "finetune", *words], env=env, capture_output=True, text=True, timeout=110)
+    return warm.run([*LORASHARD, "finetune", *words], env=env, capture_output=True, text=True, timeout=110)
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from chat_support import GREEDY, LORASHARD, answer, build_task, load_plain, make_environment, talk
+from helpers import warm
 from peft import PeftModel
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +34,7 @@ def plain(task) -> PeftModel:
 
 
 def run(task: Path, words: list[str], lines: str = "") -> subprocess.CompletedProcess:
-    result = subprocess.run(
+    result = warm.run(
         [*LORASHARD, *words],
         cwd=task,
         env=make_environment(task),
@@ -72,9 +74,9 @@ def test_ctrl_c_ends_a_chat_cleanly(task, ranks):
     def heed_ctrl_c() -> None:  # tests that run in the background of a shell ignore it, and so would their children
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    process = subprocess.Popen(
-        command, cwd=task, env=make_environment(task), start_new_session=True, preexec_fn=heed_ctrl_c, **pipes
-    )
+    # Two ranks are started, since a terminal's Ctrl-C comes to interpreters at any moment; one is forked.
+    start = partial(subprocess.Popen, preexec_fn=heed_ctrl_c) if ranks == "2" else warm.Popen
+    process = start(command, cwd=task, env=make_environment(task), start_new_session=True, **pipes)
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(b"w20\n")
@@ -94,7 +96,7 @@ def test_ctrl_c_ends_a_chat_cleanly(task, ranks):
 def test_a_mistake_is_one_line_whatever_waits(task):
     """Catches a launcher that waits for a rank 0 that never opened its pipes, and a mistake said in a traceback."""
     words = ["chat", "runs/nowhere", "--cpu", "2"]
-    result = subprocess.run(
+    result = warm.run(
         [*LORASHARD, *words], cwd=task, env=make_environment(task), capture_output=True, text=True, timeout=110
     )
     assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from chat_support import GREEDY, LORASHARD, NEW_TOKENS, answer, build_task, load_plain, make_environment, talk
+from helpers import warm
 from peft import PeftModel
 
 ALONE = ["--cpu", "1"]
@@ -62,7 +63,7 @@ def talk_with(task: Path, words: list[str]) -> Iterator[Program]:
     """Start a chat that is ready; no process of it is left."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [*LORASHARD, "chat", *words, "--json", *GREEDY]
-    process = subprocess.Popen(command, cwd=task, env=make_environment(task), start_new_session=True, **pipes)
+    process = warm.Popen(command, cwd=task, env=make_environment(task), start_new_session=True, **pipes)
     try:
         program = Program(process)
         ready = program.hear()

@@ -6,18 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import warm
 from support import QUICK_START
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+def run(script: str, *arguments: str, start: Callable = subprocess.run) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | QUICK_START
     command = [sys.executable, str(ROOT / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    return start(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -38,7 +40,8 @@ def test_the_demo_learns_its_task():
 def test_the_benchmark_runs(tmp_path):
     """A benchmark that broke since its record was made cannot be repeated. It compares gradients before it times."""
     sizes = ["--layers", "2", "--hidden", "128", "--intermediate", "256", "--vocab", "500", "--sequence", "32"]
-    result = run("benchmarks/peers.py", *sizes, "--steps", "2", "--out", str(tmp_path / "record.json"))
+    words = [*sizes, "--steps", "2", "--out", str(tmp_path / "record.json")]
+    result = run("benchmarks/peers.py", *words, start=warm.run)
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads((tmp_path / "record.json").read_text())["benchmark"] == "peers"
     assert "| lorashard |" in result.stdout

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from finetune_support import LORASHARD, make_options, read_lines, run
+from helpers import warm
 from safetensors.torch import load_file
 from tiny import add_lora, build_base
 
@@ -28,6 +29,15 @@ import importlib.machinery, json, os, sys, time
 
 HOLDS = json.loads(os.environ["HOLDS"])
 
+def hold(module):
+    train = module.SurvivingTrainer.training_step
+    def training_step(self, *args, **kwargs):
+        step = self.state.global_step + 1
+        while step in HOLDS and not os.path.exists(os.path.join(os.path.dirname(__file__), f"go_{step}")):
+            time.sleep(0.02)
+        return train(self, *args, **kwargs)
+    module.SurvivingTrainer.training_step = training_step
+
 class Finder:
     def find_spec(self, name, path, target=None):
         if name != "lorashard.trainer":
@@ -36,17 +46,14 @@ class Finder:
         execute = spec.loader.exec_module
         def exec_module(module):
             execute(module)
-            train = module.SurvivingTrainer.training_step
-            def training_step(self, *args, **kwargs):
-                step = self.state.global_step + 1
-                while step in HOLDS and not os.path.exists(os.path.join(os.path.dirname(__file__), f"go_{step}")):
-                    time.sleep(0.02)
-                return train(self, *args, **kwargs)
-            module.SurvivingTrainer.training_step = training_step
+            hold(module)
         spec.loader.exec_module = exec_module
         return spec
 
-sys.meta_path.insert(0, Finder())
+if "lorashard.trainer" in sys.modules:
+    hold(sys.modules["lorashard.trainer"])
+else:
+    sys.meta_path.insert(0, Finder())
 """
 
 
@@ -90,7 +97,7 @@ class Started:
         environment = os.environ | ours
         command = [*LORASHARD, "finetune", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self.process = warm.Popen(command, env=environment, text=True, **pipes)
         self.said = {"stdout": "", "stderr": ""}
         self._readers = [threading.Thread(target=self._read, args=(name,)) for name in self.said]
         for reader in self._readers:
@@ -207,12 +214,12 @@ def test_a_merge_that_does_not_fit_leaves_nothing_and_says_what_it_takes(tmp_pat
     if when == "before":
         with filled(disk):
             command = [*LORASHARD, "merge", *words[:2], "--base", words[2], "--cpu", "1"]
-            result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=_WAIT_S)
+            result = warm.run([*map(str, command)], capture_output=True, text=True, timeout=_WAIT_S)
         assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
         assert "out will take 1.8 MiB" in result.stderr and "and 0.0 MiB are free" in result.stderr
     else:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        merging = subprocess.Popen([sys.executable, "-c", MERGE, *map(str, words)], text=True, **pipes)
+        merging = warm.Popen([sys.executable, "-c", MERGE, *map(str, words)], text=True, **pipes)
         assert merging.stdout.readline() == "writing\n"
         with filled(disk):
             _, errors = merging.communicate("\n" * 100, timeout=_WAIT_S)

@@ -8,13 +8,12 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support import QUICK_START
+from helpers import warm
 from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -167,10 +166,10 @@ def test_a_snippet_in_the_documents_runs(document, snippet, tmp_path):
         snippet = snippet.replace("SFTConfig(", "SFTConfig(use_cpu=True, ")
     (tmp_path / "script.py").write_text(snippet)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    result = subprocess.run(
+    result = warm.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
-        env=environment | QUICK_START | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"},
+        env=environment | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
     )

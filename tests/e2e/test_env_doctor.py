@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from helpers import warm
+from helpers.ranks import find_ranks
 from support import run_ranks
 from tiny import build_base
 
@@ -24,11 +24,7 @@ from lorashard.doctor import ranks
 from lorashard.doctor.checks import Check
 
 BINARIES = Path(sys.executable).parent
-DOCUMENT = Path(__file__).parents[2] / "docs" / "doctor.md"
 MODEL = "meta-llama/Llama-3.1-8B"
-COMMANDS = [
-    line for block in re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) for line in block.splitlines()
-]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
 DEADLINE_S = 100
 
@@ -37,7 +33,7 @@ def start(folder: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     own = {"HF_HOME": str(folder / "hf"), "TMPDIR": str(folder / "tmp")}
     (folder / "tmp").mkdir(exist_ok=True)
-    return subprocess.Popen(
+    return warm.Popen(
         [str(BINARIES / words[0]), *words[1:]],
         cwd=folder,
         env=kept | own | environ,
@@ -62,12 +58,9 @@ def find_checks(stdout: str) -> dict[str, dict]:
 def wait_for_rank(process: psutil.Process, rank: int) -> psutil.Process:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        for child in process.children(recursive=True):
-            try:
-                if child.environ().get("RANK") == str(rank) and "doctor" in child.cmdline():
-                    return child
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
+        found = find_ranks(process.pid)
+        if rank in found:
+            return found[rank]
         time.sleep(0.05)
     raise AssertionError("no rank was started")
 
@@ -157,24 +150,19 @@ def test_what_breaks_ranks_and_folders_is_said(tmp_path):
     assert "nowhere/model" in checks["model"]["found"]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("documented")
-    build_base().save_pretrained(folder / MODEL)
-    yield folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_document_runs(command, model_folder):
-    """What a person copies must run, on GPUs if there are any; the document's numbers of ranks become two."""
-    command = command.replace("--nnodes 2 --nproc_per_node 8", "--nnodes 1 --nproc_per_node 2")
-    if torch.cuda.device_count() < 2:
-        command = command.replace("--gpus 4", "--cpu 2")
-    environ = {} if torch.cuda.device_count() >= 2 else {"ACCELERATE_USE_CPU": "true"}
-    code, stdout, stderr = finish(start(model_folder, *shlex.split(command.replace("--gpus 4", "--gpus 2")), **environ))
+def test_it_can_be_asked_under_torchrun_and_of_a_model(tmp_path):
+    """Catches ranks of another launcher that each give a report, and a model that is not looked at."""
+    build_base(num_hidden_layers=2).save_pretrained(tmp_path / MODEL)
+    words = ["-m", "lorashard", "doctor", "--output_dir", "runs/mine", "--model", MODEL]
+    process = start(tmp_path, "torchrun", "--nproc_per_node", "2", *words, ACCELERATE_USE_CPU="true")
+    code, stdout, stderr = finish(process)
 
     assert code == 0, stdout + stderr
-    if "doctor" in command:
-        assert "FAIL" not in stdout and re.search(r"ok    ranks +[12] on", stdout)
-        assert ("ok    model " in stdout) == ("--model" in command)
+    assert "FAIL" not in stdout and "ok    model " in stdout and len(re.findall(r"ok    ranks +2 on", stdout)) == 1
+
+
+def test_the_report_of_the_environment_names_the_versions(tmp_path):
+    """Catches a report for a bug tracker that does not say what was installed."""
+    code, stdout, stderr = finish(start(tmp_path, "lorashard", "env"))
+    assert code == 0 and torch.__version__ in stdout, stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import warm
 from peft import PeftModel
 from tiny import add_lora, build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,7 +23,6 @@ from lorashard.errors import ConfigError, DataError
 from lorashard.evaluation import find_questions, prepare_questions
 from lorashard.use_options import EvalOptions
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "eval.md"
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|> ' + message.role + ' ' + message.content + ' <|im_end|> ' }}"
@@ -77,7 +75,7 @@ def run(task: Path, *words: object) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
     command = [*LORASHARD, *map(str, words)]
-    return subprocess.run(command, cwd=task, env=env, capture_output=True, text=True, timeout=110)
+    return warm.run(command, cwd=task, env=env, capture_output=True, text=True, timeout=110)
 
 
 def measure(task: Path, *words: object) -> dict:
@@ -145,22 +143,14 @@ def test_a_mistake_in_the_options_is_found_before_any_rank_starts(words, message
         EvalOptions.read(["adapter", *words])
 
 
-def list_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command", list_commands())
-def test_a_command_in_the_document_works(task, command):
-    """A renamed option makes the first thing that a person copies fail."""
-    write_rows(task / "held_out.jsonl", [{"prompt": p, "completion": c} for p, c in ASKED[::4]])
-    result = run(task, *shlex.split(command)[1:])
-    assert result.returncode == 0, result.stderr
-    if "eval" in command.split():
-        assert "loss" in result.stdout and ("exact" in result.stdout) == ("exact_match" not in command)
-    if "--base_only" in command:  # in bfloat16
-        assert json.loads(result.stdout)["loss"] == pytest.approx(measure_plainly(task, is_base=True)[0], rel=0.01)
+def test_the_base_alone_and_other_questions_are_measured(task):
+    """Catches an adapter that stays on in `--base_only`, and answers that are counted though nobody wants them."""
+    base = measure(task, "--cpu", 2, "--placement", "shard", "--base_only")
+    assert base["loss"] == pytest.approx(measure_plainly(task, is_base=True)[0], rel=1e-5)
+    words = ("--dataset", "questions.jsonl", "--cpu", 1, "--exact_match", "false", "--max_length", "null")
+    result = run(task, "eval", "runs/answers", *words)
+    assert result.returncode == 0 and "loss" in result.stdout and "exact" not in result.stdout, result.stderr
 
 
 def test_a_question_is_all_before_the_assistants_last_turn(tmp_path):

@@ -12,6 +12,8 @@ import pytest
 import torch
 import trl
 from datasets import load_dataset
+from helpers import warm
+from helpers.bases import write_small_base
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from support import run_ranks
@@ -25,7 +27,6 @@ from transformers import (
 from lorashard.methods import METHODS
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
-BASE = Path(__file__).parents[2] / "examples/demo/base"
 STEPS, SAVE_STEPS = 4, 2
 TRAINING = {
     "max_steps": STEPS,
@@ -55,6 +56,7 @@ def tens(completions, answer, **kwargs):
 def task(tmp_path_factory) -> Path:
     """A folder with rows for each method, and a reward function."""
     folder = tmp_path_factory.mktemp("task")
+    write_small_base(folder / "base")
     pairs = [
         {"prompt": f"{a} plus {b} is ", "chosen": f"{a + b}", "rejected": f"{abs(a - b)}, or so"}
         for a in range(6)
@@ -84,7 +86,7 @@ def finetune(task: Path, method: str, out: str, **options) -> subprocess.Complet
     rewards = {"reward_funcs": "tiny_rewards.tens"} if method == "grpo" else {}
     values = {
         "method": method,
-        "model": BASE,
+        "model": "base",
         "dataset": f"{method}.jsonl",
         "output_dir": out,
         "cpu": 2,
@@ -98,13 +100,13 @@ def finetune(task: Path, method: str, out: str, **options) -> subprocess.Complet
         words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
-    return subprocess.run([*LORASHARD, "finetune", *words], cwd=task, env=env, capture_output=True, text=True)
+    return warm.run([*LORASHARD, "finetune", *words], cwd=task, env=env, capture_output=True, text=True)
 
 
 def train_plainly(rank: int, task: Path, name: str) -> list[dict]:
     """Train with TRL on plain PEFT; rank 0 returns what was logged, and leaves the adapter in `task`."""
     method = METHODS[name]
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer = AutoTokenizer.from_pretrained(task / "base")
     arguments = getattr(trl, method.config_class)(
         output_dir=str(task / f"plain-{name}"),
         use_cpu=True,
@@ -115,9 +117,9 @@ def train_plainly(rank: int, task: Path, name: str) -> list[dict]:
     set_seed(arguments.seed)
     lora = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type=method.task_type)
     if name == "reward":
-        base = AutoModelForSequenceClassification.from_pretrained(BASE, dtype=torch.float32, num_labels=1)
+        base = AutoModelForSequenceClassification.from_pretrained(task / "base", dtype=torch.float32, num_labels=1)
     else:
-        base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(task / "base", dtype=torch.float32)
     model = get_peft_model(base, lora)
     rows = load_dataset("json", data_files=str(task / f"{name}.jsonl"), split="train", cache_dir=str(task / "cache"))
     rewards = {}

@@ -13,6 +13,8 @@ import pytest
 import torch
 import trl
 from datasets import load_dataset
+from helpers import warm
+from helpers.bases import DEMO_BASE, write_small_base
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from support import run_ranks
@@ -24,7 +26,7 @@ from lorashard.quantization.format import make_quantizer
 from lorashard.quantization.options import Quantization, QuantizationOptions
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
-BASE = Path(__file__).parents[2] / "examples/demo/base"
+DEMO_ROWS = DEMO_BASE.parent / "test.jsonl"
 STEPS, SAVE_STEPS = 6, 3
 TRAINING = {
     "max_steps": STEPS,
@@ -47,6 +49,7 @@ CASES = [
 def task(tmp_path_factory) -> Path:
     """A folder with rows for each method."""
     folder = tmp_path_factory.mktemp("task")
+    write_small_base(folder / "base")
     sums = [{"prompt": f"{a} plus {b} is ", "right": f"{a + b}", "wrong": "many"} for a in range(8) for b in range(8)]
     columns = {"sft": {"completion": "right"}, "dpo": {"chosen": "right", "rejected": "wrong"}}
     for method, named in columns.items():
@@ -59,7 +62,7 @@ def finetune(task: Path, method: str, out: str, **options) -> subprocess.Complet
     """Run the command on two CPU ranks."""
     values = {
         "method": method,
-        "model": BASE,
+        "model": "base",
         "dataset": f"{method}.jsonl",
         "output_dir": out,
         "cpu": 2,
@@ -68,9 +71,7 @@ def finetune(task: Path, method: str, out: str, **options) -> subprocess.Complet
         "lora_r": 4,
     }
     words = [word for name, value in (values | TRAINING | options).items() for word in (f"--{name}", str(value))]
-    return subprocess.run(
-        [*LORASHARD, "finetune", *words], cwd=task, env=make_env(task), capture_output=True, text=True
-    )
+    return warm.run([*LORASHARD, "finetune", *words], cwd=task, env=make_env(task), capture_output=True, text=True)
 
 
 def make_env(task: Path) -> dict[str, str]:
@@ -78,10 +79,10 @@ def make_env(task: Path) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
 
 
-def dequantize_base(folder: Path, quantization: Quantization) -> Path:
+def dequantize_base(task: Path, folder: Path, quantization: Quantization) -> Path:
     """Write the base with the numbers that its quantised weights stand for: each weight in one piece."""
     quantizer = make_quantizer(quantization)
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task / "base", dtype=torch.float32)
     kinds = (nn.Linear, nn.Embedding) if quantization.has_vocabulary else nn.Linear
     places = model if quantization.has_vocabulary else model.model.layers
     for weight in {module.weight for module in places.modules() if isinstance(module, kinds)}:
@@ -90,7 +91,7 @@ def dequantize_base(folder: Path, quantization: Quantization) -> Path:
         parts = [packed.view(numbers.dtype).view(numbers.shape), *quantizer.keep_scales(scales)]
         quantizer.unpack(parts, weight.data)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(task / "base").save_pretrained(folder)
     return folder
 
 
@@ -124,14 +125,14 @@ def read_losses(folder: Path) -> list[float]:
 
 def check_answers(task: Path, run: Path) -> None:
     """Compare what the adapter says on its quantised base with what plain transformers says with the merged model."""
-    rows = (BASE.parent / "test.jsonl").read_text().splitlines()[:4]
+    rows = DEMO_ROWS.read_text().splitlines()[:4]
     prompts = [json.loads(row)["messages"][:1] for row in rows]
     (task / "prompts.jsonl").write_text("".join(json.dumps({"messages": prompt}) + "\n" for prompt in prompts))
     merged, answers = run.parent / "merged", run.parent / "answers.jsonl"
     generate = ["generate", run, "--prompts", task / "prompts.jsonl", "--out", answers, "--max_new_tokens", 8]
     for words in ([*generate, "--dtype", "float32"], ["merge", run, merged, "--dtype", "float32"]):
         command = [*LORASHARD, *map(str, words), "--cpu", "2"]
-        result = subprocess.run(command, cwd=task, env=make_env(task), capture_output=True, text=True)
+        result = warm.run(command, cwd=task, env=make_env(task), capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
     model, tokenizer = AutoModelForCausalLM.from_pretrained(merged), AutoTokenizer.from_pretrained(merged)
     for prompt, line in zip(prompts, answers.read_text().splitlines(), strict=True):
@@ -154,7 +155,7 @@ def test_a_run_on_a_quantised_base_is_plain_trl_on_the_dequantised_one(task, tmp
     quantised base, and, for the first, a checkpoint that goes on with another base, and answers or a merged model that
     are those of another."""
     quantization = QuantizationOptions(**asked).resolve_quantization()
-    base = dequantize_base(tmp_path / "base", quantization)
+    base = dequantize_base(task, tmp_path / "base", quantization)
     logged = run_ranks(train_plainly, 2, task, base, method)[0]
     adapter = torch.load(base / "adapter.pt")
     out = tmp_path / "run"

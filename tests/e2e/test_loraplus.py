@@ -12,6 +12,8 @@ import pytest
 import torch
 import trl
 from datasets import load_dataset
+from helpers import warm
+from helpers.bases import write_small_base
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
@@ -23,7 +25,6 @@ from lorashard.errors import ConfigError
 from lorashard.loraplus import make_loraplus_optimizer
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
-BASE = Path(__file__).parents[2] / "examples/demo/base"
 STEPS, SAVE_STEPS, RATIO = 4, 2, 16.0
 TRAINING = {
     "max_steps": STEPS,
@@ -43,6 +44,7 @@ LAYERS = [1]
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("task")
+    write_small_base(folder / "base")
     rows = [
         {"prompt": f"{a} plus {b} is ", "chosen": f"{a + b}", "rejected": f"{abs(a - b)}, or so"}
         for a in range(6)
@@ -56,7 +58,7 @@ def task(tmp_path_factory) -> Path:
 def finetune(task: Path, out: str, **options) -> subprocess.CompletedProcess:
     values = {
         "method": "dpo",
-        "model": BASE,
+        "model": "base",
         "dataset": "rows.jsonl",
         "output_dir": out,
         "cpu": 2,
@@ -69,7 +71,7 @@ def finetune(task: Path, out: str, **options) -> subprocess.CompletedProcess:
     words = [word for key, value in (values | TRAINING | options).items() for word in (f"--{key}", str(value))]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")}
-    return subprocess.run([*LORASHARD, "finetune", *words], cwd=task, env=env, capture_output=True, text=True)
+    return warm.run([*LORASHARD, "finetune", *words], cwd=task, env=env, capture_output=True, text=True)
 
 
 def train_plainly(rank: int, task: Path) -> list[dict]:
@@ -89,7 +91,7 @@ def train_plainly(rank: int, task: Path) -> list[dict]:
         layers_to_transform=LAYERS,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32), lora)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(task / "base", dtype=torch.float32), lora)
     optimizer = create_loraplus_optimizer(
         model,
         torch.optim.AdamW,
@@ -105,7 +107,7 @@ def train_plainly(rank: int, task: Path) -> list[dict]:
         model=model,
         args=arguments,
         train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(BASE),
+        processing_class=AutoTokenizer.from_pretrained(task / "base"),
         optimizers=(optimizer, None),
     )
     trainer.train()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import warm
 from netns_support import NODES, TwoNodes, explain_missing, make_two_nodes
 from safetensors.torch import load_file
 from tiny import build_base
@@ -93,15 +94,18 @@ def launch_by_accelerate(node: int, port: int, job: Path) -> list[str]:
 
 
 def launch_by_slurm(node: int, port: int, job: Path) -> list[str]:
-    """Run the script as SLURM's first node does, on each node, with an srun that knows this node alone."""
+    """Return the words that the script has SLURM's nodes run, by an srun that knows one node alone."""
     programs = {"srun": 'shift\nexec "$@"', "scontrol": f"printf '{NODES[0]}\\n{NODES[1]}\\n'"}
-    programs["torchrun"] = f'exec "{sys.executable}" -m torch.distributed.run "$@"'
+    programs["torchrun"] = "printf '%s\\n' \"$@\""
     for name, body in programs.items():
         (job / name).write_text(f"#!/bin/sh\n{body}\n")
         (job / name).chmod(0o755)
     variables = {"PATH": f"{job}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_ID": "7"}
-    variables |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2"}
-    return ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", str(SLURM_SCRIPT)]
+    variables |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_NODEID": str(node)}
+    told = subprocess.run(
+        ["bash", str(SLURM_SCRIPT)], env=os.environ | variables, cwd=job, capture_output=True, text=True, check=True
+    )
+    return [*TORCHRUN, *told.stdout.splitlines()]
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def train(nodes, task, tmp_path) -> Callable[..., tuple[list[int], list[str], in
 @pytest.fixture(scope="module")
 def one_node(task) -> Trained:
     command = [sys.executable, "-m", "lorashard", "finetune", *make_options(task, task / "one_node", cpu=4)]
-    subprocess.run(command, env=make_environment(task), check=True, capture_output=True, timeout=240)
+    warm.run(command, env=make_environment(task), check=True, capture_output=True, timeout=240)
     return read_trained(task / "one_node")
 
 

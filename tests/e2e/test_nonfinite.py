@@ -6,13 +6,13 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import warm
 from peft import get_peft_model
 from support import run_ranks
 from tiny import find_differences
@@ -372,7 +372,7 @@ def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     options = {"model": task / "model", "dataset": poisoned, "output_dir": task / "cli", "cpu": 2, "max_steps": 9}
     words = make_words(**options | {"save_strategy": "steps", "save_steps": 2, "shuffle_dataset": "true"})
     environment = os.environ | {"HF_HOME": str(task / "hf")}
-    stopped = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    stopped = warm.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert stopped.returncode == 1 and "Traceback" not in stopped.stdout + stopped.stderr
     lines = [line for line in stopped.stderr.splitlines() if "not finite" in line]
     assert len(lines) == 1 and re.match(
@@ -382,7 +382,7 @@ def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     status = json.loads((task / "cli" / "status.json").read_text())
     assert status["phase"] == "failed" and "the loss is not finite" in status["error"]
     words += ["--on_nonfinite", "skip", "--resume", "auto"]
-    result = subprocess.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    result = warm.run([*LORASHARD, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert result.returncode == 0, result.stderr
     metrics = [json.loads(line) for line in (task / "cli" / "metrics.jsonl").read_text().splitlines()]
     step = int(re.search(r"step (\d+)", lines[0])[1])

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from finetune_support import LORASHARD, TORCHRUN, make_options
+from helpers import warm
+from helpers.ranks import find_ranks
 from hub_server import HubRepo, HubServer
 from launch_support import slow
 from safetensors.torch import save_file
 from support import wait_for_end
-from survival_support import count_steps, find_ranks, is_same_adapter, kill_all, kill_when, read_losses, start, train
+from survival_support import count_steps, is_same_adapter, kill_all, kill_when, read_losses, start, train
 
 from lorashard.lock import find_owner
 from lorashard.manifest import list_checkpoints, read_manifest, verify
@@ -53,9 +55,9 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         pipe = subprocess.PIPE
         command = [*LORASHARD, *map(str, words)]
-        begun.append(
-            subprocess.Popen(command, env=kept | environment, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path)
-        )
+        # What is read from a hub needs an interpreter that begins with this environment.
+        start = subprocess.Popen if "HF_ENDPOINT" in environment else warm.Popen
+        begun.append(start(command, env=kept | environment, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path))
         return begun[-1]
 
     yield begin
@@ -162,14 +164,14 @@ def test_a_run_that_is_ended_at_once_is_known_as_such(
         progress = status["progress"]
         assert progress["unit"] == "rows" and 0 < progress["done"] < progress["total"]
     assert find_owner(run).pid == process.pid
-    ranks = find_ranks(process)
+    ranks = find_ranks(process.pid)
     begin_s = time.monotonic()
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
 
     took_s = time.monotonic() - begin_s
-    for pid in ranks.values():
-        wait_for_end(pid, 20)
+    for rank in ranks.values():
+        wait_for_end(rank.pid, 20)
     status = read_status(run)
     assert find_owner(run) is None and not list(tmp_path.rglob("core*"))
     if number == signal.SIGKILL:
@@ -212,11 +214,11 @@ def test_one_rank_of_torchrun_can_be_asked_for_a_checkpoint(task: Path, tmp_path
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"}
     with (tmp_path / "log").open("w") as log:
         command = [*TORCHRUN, "-m", "lorashard", "finetune", *words]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        process = warm.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         status = wait_for(process, run, MOMENTS["train"])
         assert status["begin_s"] <= status["phase_begin_s"]
-        os.kill(int(find_ranks(process)["1"]), signal.SIGUSR2)
+        find_ranks(process.pid)[1].send_signal(signal.SIGUSR2)
         wait_for(process, run, lambda status: list_checkpoints(run))
         step = read_manifest(list_checkpoints(run)[0]).step
         wait_for(process, run, lambda status: status["step"] > step)
@@ -237,7 +239,7 @@ def test_a_run_of_torchrun_that_fails_before_its_training_says_so(task: Path, tm
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"}
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     command = [sys.executable, "-m", "lorashard", "finetune", *words]
-    result = subprocess.run(command, env=environment | place, capture_output=True, text=True, timeout=DEADLINE_S)
+    result = warm.run(command, env=environment | place, capture_output=True, text=True, timeout=DEADLINE_S)
     status = read_status(run)
     assert result.returncode == 2 and status["phase"] == "failed" and "none.jsonl" in status["error"], result.stderr
     assert "has_begun" not in status and status["begin_s"] > 1.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from finetune_support import LORASHARD, make_options
+from helpers import warm
 from safetensors.torch import load_file, save_file
 
 SECRETS = {
@@ -48,7 +49,7 @@ class Malicious:
 def run(task, *words, **environment) -> subprocess.CompletedProcess:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
-    return subprocess.run([*LORASHARD, *map(str, words)], env=env, capture_output=True, text=True, timeout=180)
+    return warm.run([*LORASHARD, *map(str, words)], env=env, capture_output=True, text=True, timeout=180)
 
 
 def refuse(task, *words) -> str:

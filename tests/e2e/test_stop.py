@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from finetune_support import LORASHARD, TORCHRUN, make_options
+from helpers import warm
 from launch_support import DEADLINE_S, Launch, keep_launches, slow, wait_for_steps, wait_until
 
 from lorashard.group import Signals, run_ranks
@@ -143,17 +144,18 @@ def test_a_rank_that_dies_while_it_stops_is_a_failure(start: Callable[[str], Lau
 
 
 @pytest.fixture
-def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Popen[str]]]:
+def start_run(task: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a run that goes on until it is stopped; all of it is killed if the test leaves it behind."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start_run(command: list[str], out: str) -> subprocess.Popen[str]:
+    def start_run(command: list[str], out: str, is_real: bool = False) -> subprocess.Popen[str]:
         words = make_options(task, out, max_steps=100_000, save_strategy="steps", save_steps=50_000)
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         env |= {"HF_HOME": str(task / "hf"), "ACCELERATE_USE_CPU": "true"}
         pipe = subprocess.PIPE
         words = [*command, "finetune", *words, "--cpu", "2"]
-        processes.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+        start = subprocess.Popen if is_real else warm.Popen
+        processes.append(start(words, env=env, stdout=pipe, stderr=pipe, text=True))
         return processes[-1]
 
     yield start_run
@@ -168,7 +170,7 @@ def start_run(task: Path) -> Iterator[Callable[[list[str], str], subprocess.Pope
 def check_refusal(task: Path, run: Path, owner: int) -> None:
     """Another run may not have the folder, though it says that it overwrites it."""
     words = [*LORASHARD, "finetune", *make_options(task, run.name), "--cpu", "2", "--overwrite_output_dir"]
-    second = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
+    second = warm.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
     assert second.returncode == 2 and len(second.stderr.splitlines()) == 1, second.stderr
     assert f"is owned by another run that is alive (process {owner} on" in second.stderr
 
@@ -176,7 +178,7 @@ def check_refusal(task: Path, run: Path, owner: int) -> None:
 def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, start_run: Callable):
     """The exit code of a success or a crash, a checkpoint that nothing can go on from, a status that says it runs."""
     run = task / "run"
-    process = start_run(LORASHARD, "run")
+    process = start_run(LORASHARD, "run", is_real=True)
     wait_for_steps(run, process)
     check_refusal(task, run, process.pid)
     process.send_signal(signal.SIGTERM)
@@ -217,7 +219,7 @@ lorashard.launch._check_model = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
 sys.exit(main(["finetune", "--cpu", "2", "--model", "{task}/model", "--dataset", "{task}/rows.jsonl",
     "--output_dir", "{tmp_path}/run"]))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    result = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert result.returncode == 75, result.stderr
     assert result.stderr == "lorashard: stopped by SIGUSR1 before any rank was started: nothing is lost\n"
     status = json.loads((tmp_path / "run" / "status.json").read_text())

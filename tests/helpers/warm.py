@@ -1,0 +1,83 @@
+"""Programs as tests start them, in processes that have imported everything: `run` and `Popen` as in `subprocess`.
+
+See `helpers.zygote` for what is real about them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers.zygote import ForkingPopen
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_zygotes: list[tuple[subprocess.Popen, socket.socket]] = []
+
+
+class Popen(ForkingPopen):
+    """`subprocess.Popen` whose Python is forked from one that has imported everything; it is a child all the same."""
+
+    def _fork(self, words: list[str], environment: dict[str, str], folder: str, streams: Sequence[int]) -> int:
+        assert environment.get("HF_HUB_OFFLINE") == "1", "what is read from the hub needs an interpreter of its own"
+        requests = _find_zygote()
+        request = {
+            "words": words,
+            "environment": environment,
+            "folder": folder,
+            "has_own_session": self._has_own_session,
+        }
+        process = ctypes.CDLL(None)
+        process.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(requests, [json.dumps(request).encode()], list(streams))
+            return int(requests.recv(100))
+        finally:
+            process.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def run(command: Sequence[Any], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+    """`subprocess.run`, but warm."""
+    given = options.pop("input", None)
+    is_checked = options.pop("check", False)
+    if given is not None:
+        options["stdin"] = subprocess.PIPE
+    if options.pop("capture_output", False):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen([str(word) for word in command], **options) as process:
+        try:
+            stdout, stderr = process.communicate(given, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    result = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    if is_checked:
+        result.check_returncode()
+    return result
+
+
+def _find_zygote() -> socket.socket:
+    if not _zygotes or _zygotes[0][0].poll() is not None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        home = os.path.join(tempfile.gettempdir(), "lorashard-tests-home-of-nobody")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
+        environment = {name: value for name, value in os.environ.items() if name not in names} | {"HF_HOME": home}
+        command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno())]
+        process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        _zygotes[:] = [(process, ours)]
+        atexit.register(_end, process, ours)
+    return _zygotes[0][1]
+
+
+def _end(process: subprocess.Popen, requests: socket.socket) -> None:
+    requests.close()
+    process.wait()
