@@ -65,12 +65,14 @@ def demo(tmp_path_factory) -> Path:
 
 
 def _make_demo(folder: Path) -> None:
-    shutil.copytree(REPOSITORY / "examples/demo", folder / "examples/demo", ignore=shutil.ignore_patterns("*.py"))
     steps, half, rows = "12", "6", "4"
     if makes_pictures():
         steps, half, rows = "120", "20", "64"
+        shutil.copytree(REPOSITORY / "examples/demo", folder / "examples/demo", ignore=shutil.ignore_patterns("*.py"))
     else:
-        _shrink(folder / "examples/demo/base")
+        from small_demo import copy_small_demo  # torch, which most of these tests do without
+
+        copy_small_demo(folder / "examples/demo")
     prompt = json.loads((folder / "examples/demo/test.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
     words = "--config examples/demo/demo.yaml --cpu 2 --dtype float32 --output_dir run --eval_dataset"
     words += f" examples/demo/test.jsonl --max_eval_samples {rows} --max_steps {steps} --logging_steps 1"
@@ -78,15 +80,6 @@ def _make_demo(folder: Path) -> None:
     command = [sys.executable, "-m", "lorashard", "finetune", *words.split(), "--sample_prompts", json.dumps([prompt])]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
-
-
-def _shrink(base: Path) -> None:
-    """Put a seeded model in a base's place that is as small as its tokenizer allows; what it says means nothing."""
-    from tiny import build_base  # torch, which most of these tests do without
-
-    config = json.loads((base / "config.json").read_text())
-    same = {name: config[name] for name in ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")}
-    build_base("llama-tied", num_hidden_layers=2, initializer_range=0.3, **same).save_pretrained(base)
 
 
 @pytest.fixture(scope="session")
