@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from playwright.sync_api import expect
 
 from browser.browser_support import check_no_overflow, open_page, shoot
@@ -73,6 +74,7 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     expect(page).to_have_url(re.compile(r"compare\?runs=table\+berry&runs=table\+cherry"))
 
 
+@pytest.mark.slow  # a server of its own
 def test_an_empty_folder_leads_to_a_new_run(start_ui, open_tab):
     """Somebody who comes for the first time would see an empty page, and not know what to do."""
     page = open_tab(start_ui())

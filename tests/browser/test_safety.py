@@ -61,14 +61,18 @@ def test_a_tab_holds_no_connection(page, ui_server):
         if request.url.startswith(ui_server.url):
             open_requests.add(request)
 
-    page.on("request", begin)
-    for event in ("requestfinished", "requestfailed"):
-        page.on(event, open_requests.discard)
+    def end(request: Request) -> None:
+        open_requests.discard(request)
+
+    listeners = {"request": begin, "requestfinished": end, "requestfailed": end}
+    for event, listener in listeners.items():
+        page.on(event, listener)
     open_page(page)
     wait_until(
         lambda: page.wait_for_timeout(50) or not open_requests, lambda: str([request.url for request in open_requests])
     )
-    page.remove_listener("request", begin)
+    for event, listener in listeners.items():
+        page.remove_listener(event, listener)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "192.168.1.9"])
