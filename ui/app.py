@@ -19,6 +19,8 @@ _MAX_AT_ONCE = 8
 # Of all: questions to a model or a worker keep a thread each for minutes, and other pages' timers need some meanwhile.
 _MAX_THREADS = 200
 _MAX_SESSIONS = 1000
+# An idle queue looks so often whether somebody asks; Gradio's own 1 ms takes a tenth of a core while nobody does.
+_LOOK_S = 0.02
 _CLEAR_UPLOADS_S = (3600, 24 * 3600)  # look so often for what is so old; datasets are kept elsewhere
 
 
@@ -38,6 +40,7 @@ def build_app(desk: Desk) -> gr.Blocks:
             _build_page(build, desk)
     app.max_threads = _MAX_THREADS
     app.queue(default_concurrency_limit=_MAX_AT_ONCE)
+    app._queue.sleep_when_free = _LOOK_S
     return app
 
 

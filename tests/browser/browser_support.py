@@ -18,6 +18,7 @@ from playwright.sync_api import Page
 
 REPOSITORY = Path(__file__).parents[2]
 WIDTHS = {"wide": 1400, "phone": 390}
+WAIT_MS = 60_000  # for what takes a second: machines that run tests are busy
 _MARK = "LORASHARD_TEST_ROOT"  # in the environment of a server, and so of all that it starts
 
 
@@ -31,15 +32,22 @@ class UiServer:
     log_path: Path
 
     @classmethod
-    def start(cls, root: Path, *options: str, deadline_s: float = 90) -> UiServer:
-        """Start one on a free port, and return when it answers."""
-        log_path = root.parent / f"{root.name}-ui.log"
+    def start(cls, place: Path, *options: str, deadline_s: float = 90, **variables: str) -> UiServer:
+        """Start one in a folder, over its `runs`, on a free port, and return when it answers.
+
+        Args:
+            variables: of its environment; nobody is logged in to the hub there.
+        """
+        root = place / "runs"
+        log_path = place / "ui.log"
+        environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+        environment |= {_MARK: str(root), "HF_HOME": str(place / "hf")}
         begin = log_path.stat().st_size if log_path.exists() else 0
         with log_path.open("a") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "lorashard", "ui", "--root", str(root), "--port", "0", *options],
-                cwd=REPOSITORY,  # where the demo's paths count from
-                env=os.environ | {_MARK: str(root)},
+                cwd=place,  # where the examples' paths count from
+                env=environment | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -102,6 +110,11 @@ def find_chromium() -> str | None:
     return next((path for path in found if path), None)
 
 
+def makes_pictures() -> bool:
+    """Whether the pictures of docs/img are to be made anew: then pages show runs of the real demo."""
+    return bool(os.environ.get("LORASHARD_SCREENSHOTS"))
+
+
 def open_page(page: Page, path: str = "", width: int | None = None) -> None:
     """Go to a page of the app, such as `run?name=first`, and wait until it is drawn.
 
@@ -128,7 +141,7 @@ def shoot(page: Page, name: str, height: int = 900) -> None:
         page.evaluate("window.scrollTo(0, 0)")
         page.wait_for_timeout(600)  # charts follow the window
         check_no_overflow(page)
-        if os.environ.get("LORASHARD_SCREENSHOTS"):
+        if makes_pictures():
             folder = REPOSITORY / "docs/img"
             folder.mkdir(exist_ok=True)
             page.screenshot(path=folder / f"{name}-{width_name}.png")

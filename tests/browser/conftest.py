@@ -1,4 +1,4 @@
-"""A server for each file of tests, a browser, and runs to look at."""
+"""A server and a browser for all of this folder's tests, and a finished run to look at."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from browser_support import REPOSITORY, UiServer, find_chromium
 from filelock import FileLock
 from playwright.sync_api import Browser, ConsoleMessage, Error, Frame, Page, Request, expect, sync_playwright
+
+from browser.browser_support import REPOSITORY, WAIT_MS, UiServer, find_chromium, makes_pictures
 
 # What Gradio says where a person goes on to another page: it closes the connection, and then, of each question that is
 # still open, that there will be no answer. Where a connection is lost in another way, the first is another error.
 _LEFT = re.compile(r"AbortError: signal is aborted without reason\n(.*\n)*? *at \S+\.close \(")
 _UNANSWERED = "Unexpected error Connection errored out."
+_WINDOW = {"width": 1400, "height": 900}
+# Its sandbox needs rights that containers do not have, and the only pages are this project's. One process for all tabs
+# compiles Gradio's scripts once, which takes two seconds of the processor's time.
+_CHROMIUM_WORDS = ("--no-sandbox", "--disable-dev-shm-usage", "--process-per-site", "--renderer-process-limit=1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,16 +35,95 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Look for Chromium before anything is made for a test that needs it: runs and servers take their time."""
+    if "browser" in item.fixturenames and find_chromium() is None:
+        reason = "no Chromium here: apt-get install chromium"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+
+def _find_shared_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Path:
+    """A folder with `examples/demo`, whose base is small where no pictures are made, and a finished run of it, `run`:
+
+    two CPU ranks, 12 steps, two evaluations with samples, two checkpoints. All workers share it.
+    """
+    folder = _find_shared_folder(tmp_path_factory) / "demo"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            _make_demo(folder)
+            (folder / "done").touch()
+    return folder
+
+
+def _make_demo(folder: Path) -> None:
+    steps, half, rows = "12", "6", "4"
+    if makes_pictures():
+        steps, half, rows = "120", "20", "64"
+        shutil.copytree(REPOSITORY / "examples/demo", folder / "examples/demo", ignore=shutil.ignore_patterns("*.py"))
+    else:
+        from small_demo import copy_small_demo  # torch, which most of these tests do without
+
+        copy_small_demo(folder / "examples/demo")
+    prompt = json.loads((folder / "examples/demo/test.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
+    words = "--config examples/demo/demo.yaml --cpu 2 --dtype float32 --output_dir run --eval_dataset"
+    words += f" examples/demo/test.jsonl --max_eval_samples {rows} --max_steps {steps} --logging_steps 1"
+    words += f" --warmup_steps 2 --save_strategy steps --save_steps {half} --eval_strategy steps --eval_steps {half}"
+    command = [sys.executable, "-m", "lorashard", "finetune", *words.split(), "--sample_prompts", json.dumps([prompt])]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.fixture(scope="session")
+def make_place(demo, tmp_path_factory) -> Callable[[], Path]:
+    """Make folders to start a server in: each has `examples/demo`, and no runs."""
+
+    def make() -> Path:
+        place = tmp_path_factory.mktemp("place")
+        shutil.copytree(demo / "examples", place / "examples")
+        return place
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def add_demo_run(demo) -> Callable[[Path, str], Path]:
+    """Copy the finished run of the demo into a folder of runs, once: `add_demo_run(server.root, "first")`."""
+
+    def add(root: Path, name: str) -> Path:
+        if not (root / name).exists():
+            shutil.copytree(demo / "run", root / name)
+        return root / name
+
+    return add
+
+
+@pytest.fixture(scope="package")
+def ui_server(make_place) -> Iterator[UiServer]:
+    """A server that all tests share: what one adds or deletes, others see. It may read examples/."""
+    server = UiServer.start(make_place(), "--allow", "examples")
+    yield server
+    server.end_all()
+
+
 @pytest.fixture(scope="module")
-def start_ui(tmp_path_factory) -> Iterator[Callable[..., UiServer]]:
-    """Start servers, which may read examples/: `start_ui(*options, root=None)`.
+def start_ui(make_place) -> Iterator[Callable[..., UiServer]]:
+    """Start servers for tests that end one, or need an empty folder of runs: `start_ui(*options, place=None)`.
 
     They and all that they started end after the file's tests.
     """
     servers: list[UiServer] = []
 
-    def start(*options: str, root: Path | None = None) -> UiServer:
-        servers.append(UiServer.start(root or tmp_path_factory.mktemp("ui") / "runs", "--allow", "examples", *options))
+    def start(*options: str, place: Path | None = None, **variables: str) -> UiServer:
+        servers.append(UiServer.start(place or make_place(), "--allow", "examples", *options, **variables))
         return servers[-1]
 
     yield start
@@ -47,115 +131,97 @@ def start_ui(tmp_path_factory) -> Iterator[Callable[..., UiServer]]:
         server.end_all()
 
 
-@pytest.fixture(scope="module")
-def ui_server(start_ui) -> UiServer:
-    """A server over an empty folder of runs, for all tests of a file."""
-    return start_ui()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """A headless Chromium for all tests of a file; its event loop would be in the way of other files' tests."""
-    path = find_chromium()
-    if path is None:
-        reason = "no Chromium here: apt-get install chromium"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    expect.set_options(timeout=20_000)  # machines that run tests are busy
+    """A headless Chromium for all tests of this folder; its event loop would be in the way of other tests."""
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
-        # Its sandbox needs rights that containers do not have, and the only pages are this project's.
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=_CHROMIUM_WORDS)
         yield browser
         browser.close()
 
 
-@pytest.fixture
-def page_errors() -> list[str]:
-    """What pages asked of other hosts, and their errors; a test that provokes one takes it out."""
-    return []
-
-
-@pytest.fixture
-def open_tab(browser, page_errors) -> Iterator[Callable[..., Page]]:
-    """Open tabs, each of a browser of its own: `open_tab(server, color_scheme="dark", ...)`."""
-    contexts = []
+@pytest.fixture(scope="package")
+def watch(browser) -> Callable[[Page, list[str]], None]:
+    """Begin to note what a tab asks of other hosts, and its errors: `watch(tab, errors)`."""
     left: set[Page | None] = set()
 
-    def note_arrival(frame: Frame) -> None:
-        if frame.parent_frame is None:
-            left.discard(frame.page)
+    def watch(page: Page, errors: list[str]) -> None:
+        def note_arrival(frame: Frame) -> None:
+            if frame.parent_frame is None:
+                left.discard(frame.page)
 
-    def note_request(request: Request) -> None:
-        url = urlsplit(request.url)
-        if url.scheme not in ("data", "blob") and url.hostname not in ("127.0.0.1", "localhost"):
-            page_errors.append(f"a request to another host: {request.url}")
+        def note_request(request: Request) -> None:
+            url = urlsplit(request.url)
+            if url.scheme not in ("data", "blob") and url.hostname not in ("127.0.0.1", "localhost"):
+                errors.append(f"a request to another host: {request.url}")
 
-    def note_console(message: ConsoleMessage) -> None:
-        if message.type != "error":
-            return
-        if _LEFT.match(message.text):
-            left.add(message.page)
-        elif not (message.page in left and message.text.startswith(_UNANSWERED)):
-            page_errors.append(f"an error in the console: {message.text} ({message.location.get('url')})")
+        def note_console(message: ConsoleMessage) -> None:
+            if message.type != "error":
+                return
+            if _LEFT.match(message.text):
+                left.add(message.page)
+            elif not (message.page in left and message.text.startswith(_UNANSWERED)):
+                errors.append(f"an error in the console: {message.text} ({message.location.get('url')})")
 
-    def note_error(error: Error) -> None:
-        page_errors.append(f"an error of JavaScript: {error}")
+        def note_error(error: Error) -> None:
+            errors.append(f"an error of JavaScript: {error}")
 
-    def open_one(server: UiServer, **options: object) -> Page:
-        options = {"viewport": {"width": 1400, "height": 900}, "base_url": server.url} | options
-        context = browser.new_context(**options)
-        context.set_default_timeout(20_000)
-        contexts.append(context)
-        page = context.new_page()
         page.on("request", note_request)
         page.on("console", note_console)
         page.on("framenavigated", note_arrival)
         page.on("pageerror", note_error)
+
+    return watch
+
+
+@pytest.fixture(scope="package")
+def shared_tab(browser, ui_server, watch) -> Iterator[tuple[Page, list[str]]]:
+    """A tab on `ui_server` that stays open, so that its process does too, and what was noted of it."""
+    context = browser.new_context(base_url=ui_server.url, viewport=_WINDOW)
+    context.set_default_timeout(WAIT_MS)
+    page, errors = context.new_page(), []
+    watch(page, errors)
+    yield page, errors
+    context.close()
+
+
+@pytest.fixture
+def page_errors() -> list[str]:
+    """What was noted of the tabs that a test opened; a test that provokes an error takes it out."""
+    return []
+
+
+@pytest.fixture
+def open_tab(browser, shared_tab, ui_server, watch, page_errors) -> Iterator[Callable[..., Page]]:
+    """Open tabs, on other servers each of a browser of its own: `open_tab(server, color_scheme="dark", ...)`."""
+    opened = []
+
+    def open_one(server: UiServer, color_scheme: str = "light", viewport: dict[str, int] | None = None) -> Page:
+        context = shared_tab[0].context
+        if server is not ui_server:
+            context = browser.new_context(base_url=server.url)
+            context.set_default_timeout(WAIT_MS)
+        page = context.new_page()
+        page.set_viewport_size(viewport or _WINDOW)
+        page.emulate_media(color_scheme=color_scheme)
+        opened.append(page if server is ui_server else context)
+        watch(page, page_errors)
         return page
 
     yield open_one
-    for context in contexts:
-        context.close()
+    for one in opened:
+        one.close()
     assert page_errors == []
 
 
 @pytest.fixture
-def page(open_tab, ui_server) -> Page:
-    """A tab on `ui_server`, 1400 pixels wide. A request to another host or an error of JavaScript fails the test."""
-    return open_tab(ui_server)
-
-
-@pytest.fixture(scope="session")
-def demo_run(tmp_path_factory) -> Path:
-    """The folder of a finished run of the demo: two CPU ranks, 12 steps, an evaluation, a checkpoint, samples."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # one run for all workers
-    run = folder / "demo/demo"
-    with FileLock(folder / "demo.lock"):
-        if not (run / "done").exists():
-            _make_demo_run(run)
-            (run / "done").touch()
-    return run
-
-
-def _make_demo_run(run: Path) -> None:
-    row = json.loads((REPOSITORY / "examples/demo/test.jsonl").read_text().splitlines()[0])
-    prompts = json.dumps([row["messages"][0]["content"]])
-    words = "--cpu 2 --max_steps 12 --logging_steps 1 --save_strategy steps --save_steps 6 --eval_strategy steps"
-    words += " --eval_steps 6 --eval_dataset examples/demo/test.jsonl --max_eval_samples 16 --warmup_steps 2"
-    command = [sys.executable, "-m", "lorashard", "finetune", "--config", "examples/demo/demo.yaml", *words.split()]
-    command += ["--sample_prompts", prompts, "--output_dir", str(run)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
-@pytest.fixture
-def add_demo_run(demo_run) -> Callable[[Path, str], Path]:
-    """Copy the finished run of the demo into a folder of runs: `add_demo_run(server.root, "first")`."""
-
-    def add(root: Path, name: str) -> Path:
-        return Path(shutil.copytree(demo_run, root / name, ignore=shutil.ignore_patterns("done")))
-
-    return add
+def page(shared_tab) -> Iterator[Page]:
+    """The tab on `ui_server`, 1400 pixels wide. A request to another host or an error of JavaScript fails the test."""
+    page, errors = shared_tab
+    page.set_viewport_size(_WINDOW)
+    errors.clear()
+    yield page
+    found = [*errors]
+    page.goto("favicon.ico")  # which asks the server for nothing more
+    assert found == []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 
 import psutil
 import pytest
-from browser_support import UiServer, check_no_overflow, open_page, shoot, wait_until
 from playwright.sync_api import Locator, Page, expect
+
+from browser.browser_support import UiServer, check_no_overflow, open_page, shoot, wait_until
 
 # Both as an answer, if the model repeats it, and as a question, which is shown by the same function.
 EVIL = '<img src="http://other.example/x.png" onerror="window.evil=1"><script>window.evil=2</script>'
@@ -18,13 +18,13 @@ LOAD_MS = 60_000
 
 
 @pytest.fixture(scope="module")
-def server(start_ui, demo_run, tmp_path_factory) -> UiServer:
+def server(ui_server, add_demo_run) -> UiServer:
     """A server over a run that can be talked to, and one that has saved no adapter."""
-    root = tmp_path_factory.mktemp("chats") / "runs"
-    (root / "without").mkdir(parents=True)
-    (root / "without" / "status.json").write_text(json.dumps({"phase": "failed", "error": "stopped early"}))
-    shutil.copytree(demo_run, root / "demo")
-    return start_ui(root=root)
+    without = ui_server.root / "without"
+    without.mkdir()
+    (without / "status.json").write_text(json.dumps({"phase": "failed", "error": "stopped early"}))
+    add_demo_run(ui_server.root, "demo")
+    return ui_server
 
 
 def find_chats(server: UiServer) -> list[psutil.Process]:
@@ -46,6 +46,13 @@ def set_field(page: Page, label: str, text: str) -> None:
     field.press("Tab")
 
 
+def shorten_answers(page: Page) -> None:
+    """Have a model that never comes to an end answer with a few tokens."""
+    page.get_by_role("button", name="Settings").click()
+    set_field(page, "Longest answer, in tokens", "64")
+    page.get_by_role("button", name="Settings").click()
+
+
 def wait_for_answers(page: Page, count: int) -> None:
     """Wait until each of the two panes has so many answers that have ended."""
     for name in ("Base", "With the adapter"):
@@ -53,12 +60,13 @@ def wait_for_answers(page: Page, count: int) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def test_base_and_adapter_answer_side_by_side_in_plain_text(server, open_tab):
-    """Catches an answer that is taken for markup and loads pictures from elsewhere, conversations that mix or forget,
-    and a layout that a phone cannot show."""
-    page = open_tab(server)
+@pytest.mark.slow  # a process that loads torch and a model; what it says and to whom is tested without a browser too
+def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_tab):
+    """Catches an answer that is taken for markup and loads pictures from elsewhere, conversations that mix, forget, or
+    show in another tab, a second model for it, and a layout that a phone cannot show."""
     open_page(page, "chat?run=demo")
     expect(page.get_by_label("Run", exact=True)).to_have_value("demo")
+    shorten_answers(page)
     question = f"Book lunch with Anna on Friday {EVIL} {EVIL_MARKDOWN}"
     send(page, question)
     expect(page.get_by_text("placement: ")).to_be_visible(timeout=LOAD_MS)
@@ -80,31 +88,21 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, open_tab):
     send(page, "Book lunch with Anna on Friday at noon")
     wait_for_answers(page, 1)
     shoot(page, "chat")
+
+    other = open_tab(server)
+    open_page(other, "chat?run=demo")
+    shorten_answers(other)
+    send(other, "Dinner with Omar on Monday")
+    wait_for_answers(other, 1)
+    assert "Omar" not in find_talk(page, "Base").locator(".turn-user").inner_text()
+    assert "Friday" not in find_talk(other, "Base").locator(".turn-user").inner_text()
     assert len(find_chats(server)) == 1
 
 
 @pytest.mark.slow
-def test_two_tabs_share_the_model_and_not_the_conversation(server, open_tab):
-    """Catches an answer that shows in another tab, one tab whose Stop ends the other's answer, and a Stop that does
-    nothing."""
-    first, second = open_tab(server), open_tab(server)
-    for page in (first, second):
-        open_page(page, "chat?run=demo")
-        page.get_by_role("button", name="Settings").click()
-    set_field(first, "Longest answer, in tokens", "100")
-    send(first, "Book lunch with Anna on Friday")
-    expect(first.get_by_role("button", name="Stop")).to_be_enabled()
-    send(second, "Dinner with Omar on Monday")
-    for page in (first, second):
-        wait_for_answers(page, 1)
-    assert "Omar" not in find_talk(first, "Base").locator(".turn-user").inner_text()
-    assert "Friday" not in find_talk(second, "Base").locator(".turn-user").inner_text()
-    assert len(find_chats(server)) == 1
-
-
-def test_wrong_input_is_answered_beside_it(server, open_tab):
-    """Catches a traceback, a question that is lost with the error, and a page that cannot go on after one."""
-    page = open_tab(server)
+def test_wrong_input_is_answered_beside_it(server, page):
+    """Catches a traceback, a question that is lost with the error, a page that cannot go on after one, and
+    a model that is dead and is waited for."""
     open_page(page, "chat?run=demo")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("alert")).to_contain_text("type a message first")
@@ -126,52 +124,17 @@ def test_wrong_input_is_answered_beside_it(server, open_tab):
         expect(page.get_by_role("alert")).to_contain_text(said)
     send(page, "Lunch with Anna")  # of what is loaded, wherever it is
     wait_for_answers(page, 1)
-
-
-@pytest.mark.slow
-def test_a_model_that_dies_is_told_and_can_be_loaded_again(server, open_tab):
-    """Catches a page that waits for a process that is gone, and an Unload that leaves one."""
-    page = open_tab(server)
-    open_page(page, "chat?run=demo")
-    page.get_by_role("button", name="Load", exact=True).click()
-    expect(page.get_by_text("Ready (--cpu 1)")).to_be_visible(timeout=LOAD_MS)
     for process in find_chats(server):
         process.send_signal(signal.SIGKILL)
     expect(page.get_by_text("SIGKILL ended its process")).to_be_visible()
-    send(page, "Lunch with Anna")
-    wait_for_answers(page, 1)
-    page.get_by_role("button", name="Unload").click()
-    expect(page.get_by_text("Not loaded: unloaded")).to_be_visible()
-    wait_until(lambda: not find_chats(server), deadline_s=20)
+    wait_until(lambda: not find_chats(server))
 
 
-def test_where_there_is_nothing_to_talk_to(server, start_ui, open_tab):
+def test_where_there_is_nothing_to_talk_to(server, page):
     """Catches an empty page that does not say what to do next, and a name from the address that becomes markup."""
-    page = open_tab(server)
     open_page(page, "chat?run=without")
     expect(page.get_by_text("no adapter of a run 'without'")).to_be_visible()
     expect(page.get_by_role("link", name="Talk to another")).to_have_attribute("href", "chat")
-    page = open_tab(server)
     open_page(page, "chat?run=%3Cimg%20src%3Dhttp%3A%2F%2Fother.example%2F%3E")
     expect(page.get_by_text("no adapter of a run")).to_be_visible()
     assert page.locator("main img").count() == 0
-    page = open_tab(start_ui())
-    open_page(page, "chat")
-    expect(page.get_by_text("No run has an adapter yet.")).to_be_visible()
-    expect(page.get_by_role("link", name="New run").last).to_have_attribute("href", "new")
-
-
-@pytest.mark.slow
-def test_a_killed_server_takes_its_models_along(start_ui, demo_run, open_tab, tmp_path):
-    """Catches a model that stays in memory after the server is gone."""
-    root = tmp_path / "runs"
-    root.mkdir()
-    shutil.copytree(demo_run, root / "demo")
-    own = start_ui(root=root)
-    page = open_tab(own)
-    open_page(page, "chat?run=demo")
-    page.get_by_role("button", name="Load", exact=True).click()
-    expect(page.get_by_text("Ready (--cpu 1)")).to_be_visible(timeout=LOAD_MS)
-    page.close()
-    own.stop(signal.SIGKILL)
-    wait_until(lambda: not find_chats(own), deadline_s=20)

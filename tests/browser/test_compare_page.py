@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from browser_support import open_page, shoot
 from playwright.sync_api import expect
+
+from browser.browser_support import open_page, shoot
 
 _NAMES = "() => document.querySelector('.chart').data.map(trace => trace.name)"
 _LAYOUT = "() => document.querySelector('.chart').layout"
@@ -11,16 +12,22 @@ _IS_DRAWN = "() => document.querySelector('.chart')?.data?.length > 0"
 
 
 def test_two_runs_are_compared(page, ui_server, add_demo_run):
-    """Curves of one run only, the wrong axis, or a list of all options in place of those that differ."""
+    """Curves of one run only, the wrong axis, a list of all options in place of those that differ, or a traceback for
+    a run that was deleted while its name stood in a bookmark."""
     for name, rate in (("slow", "1.0e-04"), ("fast", "5.0e-03")):
         config = add_demo_run(ui_server.root, name) / "config.yaml"
         lines = config.read_text().splitlines()
         lines = [line for line in lines if not line.startswith("learning_rate:")]
         config.write_text("\n".join([*lines, f"learning_rate: {rate}"]) + "\n")
+    open_page(page, "compare?runs=gone&runs=slow&runs=..%2Fetc")
+    expect(page.get_by_text("There is no run “gone”")).to_be_visible()
+    expect(page.get_by_text("There is no run “../etc”")).to_be_visible()
+    page.wait_for_function(_IS_DRAWN)
+    expect(page.get_by_text("Choose another run to compare with.")).to_be_visible()
+
     open_page(page, "compare?runs=slow,fast")
     page.wait_for_function(_IS_DRAWN)
     assert set(page.evaluate(_NAMES)) == {"slow", "fast"}
-
     rows = page.get_by_role("region", name="Options that differ").locator("tbody tr")
     expect(rows).to_have_count(1)
     expect(rows).to_contain_text("learning_rate")
@@ -35,16 +42,3 @@ def test_two_runs_are_compared(page, ui_server, add_demo_run):
     page.get_by_role("option", name="eval_loss", exact=True).click()
     page.wait_for_function(f"() => ({_LAYOUT})().yaxis.title.text === 'eval loss'")
     shoot(page, "compare", height=1200)
-
-
-def test_page_says_what_to_do_and_what_is_gone(page, ui_server, add_demo_run):
-    """An empty page without a word, or a traceback for a run that was deleted while its name stood in a bookmark."""
-    open_page(page, "compare")
-    expect(page.get_by_text("Choose two runs or more")).to_be_visible()
-    if not (ui_server.root / "slow").exists():
-        add_demo_run(ui_server.root, "slow")
-    open_page(page, "compare?runs=gone&runs=slow&runs=..%2Fetc")
-    expect(page.get_by_text("There is no run “gone”")).to_be_visible()
-    expect(page.get_by_text("There is no run “../etc”")).to_be_visible()
-    page.wait_for_function(_IS_DRAWN)
-    expect(page.get_by_text("Choose another run to compare with.")).to_be_visible()

@@ -1,35 +1,24 @@
-"""The page "New run" in a real browser: filled in, checked, started, and filled in wrongly in every field."""
+"""The page "New run" in a real browser: filled in, checked, and filled in wrongly in every field. The story starts."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_support import REPOSITORY, UiServer, open_page, shoot, wait_until
+from gradio_client import Client
 from playwright.sync_api import Locator, Page, expect
+
+from browser.browser_support import REPOSITORY, check_no_overflow, open_page, shoot
 
 WORKER_MS = 150_000  # it loads torch first
 BASE, ROWS = "examples/demo/base", "examples/demo/train.jsonl"
 
 
-@pytest.fixture(scope="module")
-def server(start_ui) -> Iterator[UiServer]:
-    """A server of this file's own, which may read the demo's files; it plans while it answers, so it may be slow."""
-    expect.set_options(timeout=20_000)
-    yield start_ui()
-    expect.set_options(timeout=5_000)
-
-
 @pytest.fixture
-def page(open_tab, server) -> Page:
+def form(page) -> Page:
     """The page, filled in by nobody yet."""
-    page = open_tab(server)
     open_page(page, "new")
     expect(page.locator("#problems")).to_contain_text("Still to give: a model and a dataset")
     return page
@@ -65,49 +54,63 @@ def read_code(page: Page, elem_id: str) -> str:
     return page.locator(f"#{elem_id} .cm-content").inner_text()
 
 
-def read_state(run: Path) -> dict:
-    """Return a run's status.json."""
-    path = run / "status.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def test_a_person_sees_the_plan_and_the_rows_and_starts(page, server):
-    """Catches a form whose plan, preview, check or command is not that of the run which it starts."""
-    fill_demo(page)
+def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
+    """Catches a form whose plan, preview, check or command is not that of its options, or shows a path of this machine
+    where a shorter one leads there; a plan of what was typed before; a mistake of the data that is told nowhere; and
+    learnt tokens that cannot be read in the dark."""
+    page = form
+    fill_demo(page, dataset="examples/demo/nothing.jsonl", max_length="")
+    expect(page.locator("#preview-status")).to_contain_text("no such file or folder", timeout=WORKER_MS)
+    type_in(page, "dataset", ROWS)
+    type_in(page, "max_length", "128")
     expect(page.locator("#plan-status")).to_contain_text("fits on each rank", timeout=WORKER_MS)
     expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(4)
-    expect(page.locator("#plan-chart")).to_contain_text("(chosen): 0.")
-    expect(page.locator("#plan-notes")).to_contain_text("parameters, 3.5 MiB;")
+    rank = find_input(page, "lora_r")
+    rank.focus()
+    for text in ("1", "12", "128", "1280"):
+        rank.fill(text)
+    expect(rank).to_have_value("1280")
+    options = {"model_name_or_path": BASE, "cpu": 2, "max_length": 128, "max_steps": 3, "lora_r": 1280}
+    plan = Client(ui_server.url, verbose=False).predict(api_name="/plan", options=options)
+    wanted = f"(chosen): {plan['rows'][plan['chosen']]['peak_bytes'] / 2**30:.2f} of"
+    expect(page.locator("#plan-chart.stale")).to_have_count(0, timeout=WORKER_MS)
+    expect(page.locator("#plan-chart")).to_contain_text(wanted, timeout=WORKER_MS)
+    rank.fill("")
     find_input(page, "quantization").click()
     page.get_by_role("option", name="nf4").click()
-    expect(page.locator("#plan-notes")).to_contain_text("1.3 MiB quantised to nf4", timeout=WORKER_MS)
+    expect(page.locator("#plan-notes")).to_contain_text("quantised to nf4", timeout=WORKER_MS)
     expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(5)  # what weights are unpacked to
-    expect(page.locator("#model-note")).to_contain_text("38 tensors", timeout=WORKER_MS)
+    expect(page.locator("#model-note")).to_contain_text(re.compile(r"\d+ tensors, .* in examples/demo/base\s*$"))
     expect(page.locator("#preview-status")).to_contain_text("Format: messages", timeout=WORKER_MS)
     expect(page.locator("#preview-status")).to_contain_text("train.jsonl line 1: 63 tokens, 31 learnt")
-    learnt = page.locator("#preview .label", has_text="learnt")
-    assert learnt.count() == 3
+    assert page.locator("#preview .label", has_text="learnt").count() == 3
     shoot(page, "new-run", height=1500)
+    page.emulate_media(color_scheme="dark")
+    learnt = page.locator("#preview .textspan", has_text="learnt").first.locator(".text").first
+    shade = learnt.evaluate("e => getComputedStyle(e).color.match(/\\d+/g).map(Number)")
+    assert min(shade[:3]) > 200, shade
 
+    words = shlex.split(read_code(page, "command"))
+    assert words[:2] == ["lorashard", "finetune"]
+    assert words[words.index("--output_dir") + 1] == "runs/base-train"
+    assert words[words.index("--quantization") + 1] == "nf4" and "quantization: nf4" in read_code(page, "yaml")
+
+
+@pytest.mark.slow
+def test_everything_is_checked_first(form):
+    """Catches a traceback, or silence, where lorashard finds a mistake only by reading the files."""
+    page = form
+    fill_demo(page, model_name_or_path="examples/demo/nowhere/x", dataset="examples/demo/nothing.jsonl")
+    for place, said in (("#model-note", "does not exist"), ("#plan-status", "neither a folder here nor a hub id")):
+        expect(page.locator(place)).to_contain_text(said, timeout=WORKER_MS)
+    type_in(page, "model_name_or_path", BASE)
+    page.locator("#check").click()
+    expect(page.locator("#checked textarea")).to_have_value(re.compile("✕ .*no such file"), timeout=WORKER_MS)
+    type_in(page, "dataset", ROWS)
     page.locator("#check").click()
     expect(page.locator("#checked textarea")).to_have_value(
         re.compile(r"✓ dataset: 4800 rows;.*\n✓ Nothing is wrong\."), timeout=WORKER_MS
     )
-
-    words = shlex.split(read_code(page, "command"))
-    assert words[:2] == ["lorashard", "finetune"]
-    assert words[words.index("--output_dir") + 1] == str(server.root / "base-train")
-    yaml_text = read_code(page, "yaml")
-    assert words[words.index("--quantization") + 1] == "nf4" and "quantization: nf4" in yaml_text
-    page.locator("#start").click()
-    page.wait_for_url("**/run?name=base-train")
-    expect(page.locator("body")).to_contain_text(re.compile("quantisation\\s*nf4"))
-    run = server.root / "base-train"
-    assert (run / "asked.yaml").read_text().strip() == yaml_text.strip()
-    # What had loaded torch is gone, and no GPU's memory with it.
-    assert not [p for p in server.list_processes() if "lorashard_ui.running.worker" in p.cmdline()]
-    wait_until(lambda: read_state(run).get("phase") == "done", lambda: str(read_state(run)))
-    assert (run / "adapter_model.safetensors").is_file()
 
 
 WRONG = {
@@ -125,8 +128,11 @@ WRONG = {
 }
 
 
-def test_each_field_tells_its_mistake_and_nothing_starts(page, server):
+@pytest.mark.slow
+def test_each_field_tells_its_mistake_and_nothing_starts(form, ui_server):
     """Catches a mistake that is told elsewhere or in other words than the command line's, and a start."""
+    page = form
+    before = sorted(ui_server.root.iterdir())
     fill_demo(page, cpu="1")
     for name, (text, said) in WRONG.items():
         right = find_input(page, name).input_value()
@@ -157,25 +163,14 @@ def test_each_field_tells_its_mistake_and_nothing_starts(page, server):
     more.fill("warmup_steps: 2")
     expect(page.locator("#problems")).to_contain_text("The options are in order")
     expect(page.locator("#yaml .cm-content")).to_contain_text("warmup_steps: 2")
-    assert [path.name for path in server.root.iterdir() if not path.name.startswith(".")] in ([], ["base-train"])
+    assert sorted(ui_server.root.iterdir()) == before
 
 
-def test_a_mistake_of_the_data_is_told_where_it_is_looked_for(page):
-    """Catches a traceback, or silence, where lorashard finds a mistake only by reading the files."""
-    fill_demo(page, model_name_or_path="examples/demo/nowhere/x", dataset="examples/demo/nothing.jsonl")
-    for place, said in (("#model-note", "does not exist"), ("#plan-status", "neither a folder here nor a hub id")):
-        expect(page.locator(place)).to_contain_text(said, timeout=WORKER_MS)
-    type_in(page, "model_name_or_path", BASE)
-    expect(page.locator("#preview-status")).to_contain_text("no such file or folder", timeout=WORKER_MS)
-    page.locator("#check").click()
-    expect(page.locator("#checked textarea")).to_have_value(re.compile("✕ .*no such file"), timeout=WORKER_MS)
-    type_in(page, "dataset", ROWS)
-    type_in(page, "max_steps", "")
-    expect(page.locator("#plan-status")).to_contain_text("fits on each rank", timeout=WORKER_MS)
-
-
-def test_yaml_is_loaded_and_a_run_is_copied(page, server, tmp_path, open_tab):
-    """Catches options that are lost on the way in, a mistake without its line, and a copy of more than was asked."""
+@pytest.mark.slow  # the form's texts are read and written without a browser too
+def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
+    """Catches options that are lost on the way in, a mistake without its line, a copy of more than was asked, and an
+    upload that is gone when the run reads it."""
+    page = form
     choose_file(page, "load-yaml", REPOSITORY / "examples/demo/demo.yaml")
     expect(page.get_by_text("The options are those of demo.yaml")).to_be_visible()
     expect(find_input(page, "learning_rate")).to_have_value("0.005")
@@ -188,32 +183,30 @@ def test_yaml_is_loaded_and_a_run_is_copied(page, server, tmp_path, open_tab):
     expect(page.get_by_text("unknown option 'lora_q' (wrong.yaml, line 2)")).to_be_visible()
     expect(find_input(page, "learning_rate")).to_have_value("0.005")
 
-    run = server.root / "earlier run"
+    choose_file(page, "upload-dataset", REPOSITORY / ROWS)
+    expect(page.get_by_text("train.jsonl is kept with the runs")).to_be_visible()
+    (kept,) = (ui_server.root / ".uploads").glob("*/*")
+    expect(find_input(page, "dataset")).to_have_value(str(kept.relative_to(ui_server.root.parent)))
+    expect(page.locator("#problems")).to_contain_text("The options are in order")
+    assert kept.read_bytes() == (REPOSITORY / ROWS).read_bytes()
+
+    run = ui_server.root / "earlier run"
     run.mkdir()
     (run / "config.yaml").write_text(
         f"model_name_or_path: {BASE}\ndataset: {ROWS}\nlora_r: 7\noutput_dir: x\nlora_alpha: 32\n"
     )
-    other = open_tab(server)
-    open_page(other, "new?from=earlier%20run")
-    expect(find_input(other, "lora_r")).to_have_value("7")
-    expect(other.locator("#problems")).to_contain_text("will be named base-train")
-    assert "output_dir" not in read_code(other, "yaml") and "lora_alpha" not in read_code(other, "yaml")
-    another = open_tab(server)
-    open_page(another, "new?from=../../etc")
-    expect(another.get_by_text("expected the name of a run")).to_be_visible()
+    open_page(page, "new?from=earlier%20run")
+    expect(find_input(page, "lora_r")).to_have_value("7")
+    expect(page.locator("#problems")).to_contain_text("will be named base-train")
+    assert "output_dir" not in read_code(page, "yaml") and "lora_alpha" not in read_code(page, "yaml")
+    open_page(page, "new?from=../../etc")
+    expect(page.get_by_text("expected the name of a run")).to_be_visible()
 
 
-def test_a_dataset_is_uploaded_and_kept(page, server):
-    """Catches an upload that is gone when the run reads it, and one of another kind of file."""
-    choose_file(page, "upload-dataset", REPOSITORY / ROWS)
-    expect(page.get_by_text("train.jsonl is kept with the runs")).to_be_visible()
-    (kept,) = (server.root / ".uploads").glob("*/*")
-    expect(find_input(page, "dataset")).to_have_value(str(kept.resolve()))
-    assert kept.read_bytes() == (REPOSITORY / ROWS).read_bytes()
-
-
-def test_another_method_brings_its_own_options(page):
+@pytest.mark.slow
+def test_another_method_brings_its_own_options(form):
     """Catches fields that the method has not, defaults of another method, and an option lost without a word."""
+    page = form
     fill_demo(page)
     page.locator("#advanced > button").click()
     page.get_by_role("button", name="Data of sft").click()
@@ -234,11 +227,11 @@ def test_another_method_brings_its_own_options(page):
     expect(page.locator("#option-max_length.wrong")).to_contain_text("and this run is grpo: leave it out")
 
 
-def test_the_form_is_filled_in_by_keyboard_on_a_phone(open_tab, server):
+@pytest.mark.slow
+def test_the_form_is_filled_in_by_keyboard_on_a_phone(form):
     """Catches a field that Tab does not reach or does not leave, and a page that must be pushed sideways."""
-    page = open_tab(server, viewport={"width": 390, "height": 844})
-    open_page(page, "new")
-    expect(page.locator("#problems")).to_contain_text("Still to give")
+    page = form
+    page.set_viewport_size({"width": 390, "height": 844})
     find_input(page, "model_name_or_path").focus()
     keyboard = page.keyboard
     keyboard.type(BASE)
@@ -259,38 +252,4 @@ def test_the_form_is_filled_in_by_keyboard_on_a_phone(open_tab, server):
     assert reached.index("option-dataset") < reached.index("option-lora_r") < reached.index("start")
     expect(page.locator("#problems")).to_contain_text("The options are in order")
     expect(page.locator("#yaml .cm-content")).to_contain_text("lora_r: 8")
-
-
-def test_the_newest_options_win_while_one_types(page):
-    """Catches a plan of what was typed before, and one that holds up typing."""
-    fill_demo(page)
-    expect(page.locator("#plan-status")).to_contain_text("fits on each rank", timeout=WORKER_MS)
-    rank = find_input(page, "lora_r")
-    rank.focus()
-    for text in ("1", "12", "128", "1280"):
-        rank.fill(text)
-    expect(rank).to_have_value("1280")
-    expect(page.locator("#plan-chart.stale")).to_have_count(0, timeout=WORKER_MS)
-    wanted = plan_peak("--lora_r", "1280")
-    expect(page.locator("#plan-chart")).to_contain_text(f"(chosen): {wanted} of", timeout=WORKER_MS)
-
-
-def plan_peak(*words: str) -> str:
-    """Return what the command line says of the chosen placement's peak, in GiB."""
-    command = [
-        sys.executable,
-        "-m",
-        "lorashard",
-        "plan",
-        "--model_name_or_path",
-        BASE,
-        "--cpu",
-        "2",
-        "--max_length",
-        "128",
-    ]
-    result = subprocess.run(
-        [*command, "--max_steps", "3", "--json", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    plan = json.loads(result.stdout)
-    return f"{plan['rows'][plan['chosen']]['peak_bytes'] / 2**30:.2f}"
+    check_no_overflow(page)

@@ -1,68 +1,61 @@
-"""The page of one run: watched, stopped, resumed, deleted, and read in all of its tabs."""
+"""The page of one run: watched, stopped, deleted, and read in all of its tabs."""
 
 from __future__ import annotations
 
 import json
 import re
-import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import psutil
 import pytest
-from browser_support import _MARK, REPOSITORY, check_no_overflow, open_page, shoot, wait_until
 from playwright.sync_api import Page, expect
 
+from browser.browser_support import check_no_overflow, open_page, shoot, wait_until
+
 EVIL = "<img src=x onerror=\"document.title='owned'\"> ${1+1} {{value}}"
+STAND_IN = Path(__file__).with_name("stand_in_run.py")
 _RANGE = "() => [...document.querySelector('.chart').layout.xaxis.range]"
 _NUM_POINTS = "() => document.querySelector('.chart').calcdata?.[0]?.length ?? 0"
 
 
-@pytest.fixture(autouse=True)
-def wait_longer():
-    """Give a busy machine time to answer."""
-    expect.set_options(timeout=30_000)
-    yield
-    expect.set_options(timeout=5_000)
-
-
 @pytest.fixture
-def start_run(ui_server, monkeypatch):
-    """Start a run of the demo as the page does, of so many steps that it does not end by itself."""
-    from lorashard_ui.running import control
+def run_stand_in(ui_server, add_demo_run) -> Iterator[Callable[[str], subprocess.Popen]]:
+    """Have a process own a run's folder and obey its signals, which takes no torch: `run_stand_in("mine")`."""
+    processes: list[subprocess.Popen] = []
 
-    monkeypatch.setenv(_MARK, str(ui_server.root))  # so that it is ended with the server
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    def run(name: str) -> subprocess.Popen:
+        folder = add_demo_run(ui_server.root, name)
+        processes.append(subprocess.Popen([sys.executable, str(STAND_IN), str(folder)], cwd=ui_server.root.parent))
+        return processes[-1]
 
-    def start(name: str) -> None:
-        text = (REPOSITORY / "examples/demo/demo.yaml").read_text().replace("logging_steps: 25", "logging_steps: 1")
-        options = "cpu: 2\nmax_steps: 3000\nwarmup_steps: 5\n"
-        text = re.sub(r"(?m)^(warmup_steps|num_train_epochs):.*\n", "", text)
-        control.start_run(ui_server.root, name, text + options)
-        for process in ui_server.list_processes():
-            if f"/{name}" in " ".join(process.cmdline()):
-                process.nice(10)  # its ranks would leave little of a small machine to the page
-
-    return start
-
-
-def read_step(page: Page) -> int:
-    found = re.search(r"step ([\d,]+) of", page.locator(".bar-sentence").inner_text())
-    return int(found[1].replace(",", "")) if found else 0
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def expect_state(page: Page, word: str) -> None:
-    expect(page.locator(".run-title .state")).to_contain_text(word, timeout=90_000)
+    expect(page.locator(".run-title .state")).to_contain_text(word)
 
 
 def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
-    """A tab that stays empty, a log that cannot be searched, or a sample that the browser runs as markup."""
+    """A tab that stays empty or that a phone does not show, a log that cannot be searched, a sample that the browser
+    runs as markup, or a path of this machine where a shorter one leads there."""
     folder = add_demo_run(ui_server.root, "first")
     with (folder / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"step": 12, "prompt": EVIL, "completion": EVIL}) + "\n")
+    (folder / "logs/launcher.log").write_text("all of the run's own words\n")
     (folder / "logs/rank_1.log").write_text(f"one\ntwo needle\n{EVIL}\n")
+    config = (folder / "config.yaml").read_text()
+    place = f"{ui_server.root.parent}/examples/demo/base"
+    config = re.sub(r"(?m)^model_name_or_path: .*$", f"model_name_or_path: {place}", config)
+    (folder / "config.yaml").write_text(config)
     open_page(page, "run?name=first")
     expect_state(page, "done")
-    expect(page.locator(".bar-sentence")).to_contain_text("step 12 of 12")
+    expect(page.locator(".facts")).to_contain_text(re.compile(r"model\s*examples/demo/base\s*dataset"))
+    expect(page.locator(".bar-sentence")).to_contain_text(re.compile(r"step (\d+) of \1"))
     page.wait_for_function(f"() => ({_NUM_POINTS})() > 10")
     for button in ("Stop and save", "Stop now", "Save now", "Resume"):
         expect(page.get_by_role("button", name=button, exact=True)).to_be_disabled()
@@ -76,7 +69,7 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
 
     page.get_by_role("tab", name="Logs").click()
     log = page.get_by_role("log")
-    expect(log).to_contain_text("loss")
+    expect(log).to_contain_text("all of the run's own words")
     page.get_by_label("Log of").click()
     page.get_by_role("option", name="rank 1").click()
     expect(log).to_have_text(re.compile(r"two needle\s+<img src=x"))
@@ -86,47 +79,39 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
     expect(log).to_have_text("No line has “not there”.")
 
     page.get_by_role("tab", name="Samples").click()
-    expect(page.get_by_role("region", name="Answers at step 12")).to_contain_text("${1+1} {{value}}")
+    expect(page.get_by_role("region", name="Answers at step")).to_contain_text("${1+1} {{value}}")
     page.get_by_label("Prompt", exact=True).click()
     page.get_by_role("option").nth(1).click()
-    expect(page.get_by_role("region", name="Answers over time").locator("tbody tr")).to_have_count(2)
+    expect(page.get_by_role("region", name="Answers over time").locator("tbody tr").nth(1)).to_be_visible()
 
     page.get_by_role("tab", name="Set-up").click()
-    expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("checkpoint-12")
+    expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("checkpoint-")
     expect(page.locator(".cm-content")).to_contain_text("placement")
     assert page.title() != "owned"
-    page.get_by_role("tab", name="Curves").click()
-    shoot(page, "run", height=1300)
 
-
-def test_every_tab_fits_a_phone(open_tab, ui_server, add_demo_run):
-    """A page that must be pushed sideways, or a tab that a phone does not show."""
-    if not (ui_server.root / "first").exists():
-        add_demo_run(ui_server.root, "first")
-    page = open_tab(ui_server, color_scheme="dark", viewport={"width": 390, "height": 900})
-    open_page(page, "run?name=first")
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 390, "height": 900})
     for tab in ("Ranks", "Logs", "Samples", "Set-up", "Curves"):
         page.get_by_role("tab", name=tab).click()
         page.wait_for_timeout(400)
         check_no_overflow(page)
+    page.emulate_media(color_scheme="light")
+    shoot(page, "run", height=1300)
 
 
-def test_unknown_run_leads_back(page, ui_server):
+def test_unknown_run_leads_back(page):
     """A bookmark of a deleted run would show a page that waits for ever."""
-    for query in ("run?name=nothing", "run?name=..%2Fetc", "run"):
-        open_page(page, query)
-        expect(page.get_by_role("link", name="See all runs")).to_be_visible()
-        expect(page.get_by_role("tab", name="Curves")).not_to_be_visible()
+    open_page(page, "run?name=..%2Fetc")
+    expect(page.get_by_role("link", name="See all runs")).to_be_visible()
+    expect(page.get_by_role("tab", name="Curves")).not_to_be_visible()
 
 
-@pytest.mark.slow
-def test_run_is_watched_saved_stopped_resumed_and_deleted(page, open_tab, ui_server, start_run):
-    """Buttons that do nothing, or to another run; a zoom lost at each refresh; two tabs that tell two stories."""
-    start_run("mine")
+def test_run_is_watched_saved_stopped_and_deleted(page, ui_server, run_stand_in):
+    """Buttons that do nothing, or to another run; a zoom lost at each refresh."""
+    process = run_stand_in("mine")
     open_page(page, "run?name=mine")
     expect_state(page, "running")
-    page.wait_for_function(f"() => ({_NUM_POINTS})() >= 3", timeout=60_000)
-
+    page.wait_for_function(f"() => ({_NUM_POINTS})() >= 3")
     box = page.locator(".chart .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 40)
     page.mouse.down()
@@ -134,38 +119,30 @@ def test_run_is_watched_saved_stopped_resumed_and_deleted(page, open_tab, ui_ser
     page.mouse.up()
     zoomed, num_points = page.evaluate(_RANGE), page.evaluate(_NUM_POINTS)
     page.get_by_label("range slider for Smoothing").press("ArrowRight")
-    page.wait_for_function(f"() => ({_NUM_POINTS})() > {num_points + 2}", timeout=60_000)
+    page.wait_for_function(f"() => ({_NUM_POINTS})() > {num_points + 2}")
     assert page.evaluate(_RANGE) == zoomed
     assert page.get_by_label("range slider for Smoothing").input_value() == "0.61"
 
     page.get_by_role("button", name="Save now").click()
     expect(page.locator(".note")).to_contain_text(re.compile(r"Saving at the end of this step|Saved: checkpoint-\d+"))
-    expect(page.locator(".note")).to_contain_text("Saved: checkpoint-", timeout=60_000)
-
-    other = open_tab(ui_server)
-    open_page(other, "run?name=mine")
-    expect_state(other, "running")
-    page.get_by_role("button", name="Stop and save").click()
-    said = page.locator(".note").filter(
-        has_text=re.compile(r"Stopping: it saves at the end of this step|Ended at step")
-    )
-    expect(said).to_be_visible()
-    expect_state(page, "stopped")
-    expect_state(other, "stopped")
-    wait_until(lambda: read_step(page) == read_step(other) > 0, deadline_s=20)
-    step = read_step(page)
-
-    other.get_by_role("button", name="Resume").click()
-    expect_state(other, "running")
-    wait_until(lambda: read_step(other) > step, deadline_s=90)
-    page.reload()
-    expect_state(page, "running")
+    expect(page.locator(".note")).to_contain_text("Saved: checkpoint-")
     page.get_by_role("button", name="Stop now", exact=True).click()
     page.get_by_role("button", name="Let it go on").click()
     expect(page.get_by_role("button", name="Stop now, do not save")).not_to_be_visible()
+    assert process.poll() is None
+    page.get_by_role("button", name="Stop and save").click()
+    expect(page.locator(".note").filter(has_text=re.compile("Stopping: it saves|Ended at step"))).to_be_visible()
+    expect_state(page, "stopped")
+    expect(page.locator("body")).to_contain_text("stopped by SIGUSR1")
+    wait_until(lambda: process.poll() is not None)
+
+    process = run_stand_in("mine")
+    expect_state(page, "running")
     page.get_by_role("button", name="Stop now", exact=True).click()
     page.get_by_role("button", name="Stop now, do not save").click()
+    wait_until(lambda: process.poll() is not None)
     expect_state(page, "stopped")
+    expect(page.locator("body")).to_contain_text("stopped by SIGQUIT")
 
     page.get_by_role("button", name="Delete", exact=True).click()
     page.get_by_label("type its name").fill("another")
@@ -176,21 +153,3 @@ def test_run_is_watched_saved_stopped_resumed_and_deleted(page, open_tab, ui_ser
     page.get_by_role("button", name="Delete for good").click()
     expect(page.get_by_text("There is no run “mine”")).to_be_visible()
     assert not (ui_server.root / "mine").exists()
-
-
-@pytest.mark.slow
-def test_killed_rank_is_named(page, ui_server, start_run):
-    """A run that died of one rank would look as if it went on, or not say which rank and what to do."""
-    start_run("hurt")
-    open_page(page, "run?name=hurt")
-    expect_state(page, "running")
-    wait_until(lambda: read_step(page) > 3, deadline_s=90)
-    ranks = [
-        p for p in ui_server.list_processes() if p.environ().get("RANK") == "1" and "hurt" in " ".join(p.cmdline())
-    ]
-    assert len(ranks) == 1
-    ranks[0].send_signal(signal.SIGKILL)
-    expect_state(page, "failed")
-    expect(page.locator(".note-error")).to_contain_text("rank 1")
-    expect(page.get_by_role("button", name="Resume")).to_be_visible()
-    assert psutil.pid_exists(ui_server.process.pid)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from browser_support import REPOSITORY, check_no_overflow, open_page, wait_until
 from gradio_client import Client
 from gradio_client.exceptions import AuthenticationError
+from playwright.sync_api import Request
 
+from browser.browser_support import REPOSITORY, UiServer, check_no_overflow, open_page, wait_until
 from lorashard.cli import main
 
 PAGES = ["", "new", "run", "compare", "chat", "export"]
@@ -42,19 +44,35 @@ def find_serving(root: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_a_page_asks_no_other_host(page, path):
+@pytest.mark.slow  # each of the other tests sees that the page it looks at asks no other host
+def test_no_page_asks_another_host(page):
     """A font or script of another host tells it who trains when, and is missing where there is no network."""
-    open_page(page, path)
-    page.wait_for_timeout(500)
-    check_no_overflow(page)
+    for path in PAGES:
+        open_page(page, path)
+        page.wait_for_timeout(500)
+        check_no_overflow(page)
 
 
-def test_more_tabs_open_than_a_browser_has_connections(page):
+def test_a_tab_holds_no_connection(page, ui_server):
     """A browser opens six connections to a server: where each tab holds one, the seventh waits for ever."""
-    for _ in range(7):
-        open_page(page)
-        page = page.context.new_page()
+    open_requests: set[Request] = set()
+
+    def begin(request: Request) -> None:
+        if request.url.startswith(ui_server.url):
+            open_requests.add(request)
+
+    def end(request: Request) -> None:
+        open_requests.discard(request)
+
+    listeners = {"request": begin, "requestfinished": end, "requestfailed": end}
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    open_page(page)
+    wait_until(
+        lambda: page.wait_for_timeout(50) or not open_requests, lambda: str([request.url for request in open_requests])
+    )
+    for event, listener in listeners.items():
+        page.remove_listener(event, listener)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "192.168.1.9"])
@@ -183,18 +201,6 @@ def test_every_answer_has_the_headers_that_browsers_obey(client):
         assert "server" not in headers
 
 
-def test_no_token_is_shown(start_ui, monkeypatch):
-    """The token of the hub is in the server's environment, and in none of its answers."""
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    server = start_ui()
-    with httpx.Client(base_url=server.url, timeout=20) as client:
-        paths = [f"/{page}" for page in PAGES] + ["/config", "/gradio_api/info", "/gradio_api/openapi.json"]
-        for path in paths:
-            answer = client.get(path)
-            assert answer.status_code == 200 and SECRET not in answer.text, path
-    assert SECRET not in server.log_path.read_text()
-
-
 def test_nothing_is_answered_before_the_login(guarded_ui):
     """Gradio alone gives its page with the whole API, and more, to anybody who asks."""
     with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
@@ -317,17 +323,35 @@ def test_mistakes_are_answered_in_one_line(tmp_path, ui_server, capsys):
         assert expected in said and said.count("\n") == 1 and "secret" not in said
 
 
-@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (15, 1))])
-def test_a_signal_ends_it_at_once(start_ui, open_tab, page_errors, number):
-    """Open pages hold connections, which a server that waits for them never ends."""
-    server = start_ui()
+def test_no_token_is_shown_and_ctrl_c_ends_it_at_once(start_ui, open_tab, page_errors):
+    """The token of the hub is in the server's environment, and in none of its answers. Open pages hold connections,
+    which a server that waits for them never ends."""
+    server = start_ui(HF_TOKEN=SECRET)
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        paths = [f"/{page}" for page in PAGES] + ["/config", "/gradio_api/info", "/gradio_api/openapi.json"]
+        for path in paths:
+            answer = client.get(path)
+            assert answer.status_code == 200 and SECRET not in answer.text, path
     page = open_tab(server)
     open_page(page)
+    check_end(server, signal.SIGINT)
+    assert SECRET not in server.log_path.read_text()
+    page.close()
+    page_errors.clear()  # it has lost its server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_at_once(start_ui, number):
+    """A service manager, or a terminal that is closed, would leave a server or its folder."""
+    check_end(start_ui(), number)
+
+
+def check_end(server: UiServer, number: int) -> None:
+    """Send a server a signal, and see it end with all that is its own."""
     begin = time.monotonic()
     assert server.stop(number) == 0
     assert time.monotonic() - begin < 8
     assert "Traceback" not in server.log_path.read_text()
     assert server.list_processes() == [] and list(server.root.glob(".serving-*")) == []
     wait_until(lambda: not os.path.exists(f"/proc/{server.process.pid}"))
-    page.close()
-    page_errors.clear()  # it has lost its server

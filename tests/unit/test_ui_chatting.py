@@ -127,8 +127,11 @@ def test_what_cannot_be_loaded_is_told_in_the_words_of_the_cli(chats, task):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_cuts_the_answer_off_with_the_reason(chats, list_children):
-    """Catches an answer that never ends when the kernel kills the process, and a run that can then not be loaded."""
+def test_a_process_that_dies_says_so_and_an_idle_one_is_unloaded(task, monkeypatch, list_children):
+    """Catches an answer that never ends when the kernel kills the process, a run that can then not be loaded, GPUs that
+    stay full after everybody has gone home, and an answer that is taken for idleness."""
+    monkeypatch.chdir(task)
+    chats = Chats(task / "runs", idle_s=1.0)
     chat = chats.load("answers", CPU)
     events = chat.answer("a", {"adapter": say("w30")}, LONG)
     while not isinstance(next(events), Piece):
@@ -138,14 +141,7 @@ def test_a_process_that_dies_cuts_the_answer_off_with_the_reason(chats, list_chi
     with pytest.raises(ConfigError, match="cut off: SIGKILL"):
         list(events)
     assert chat.state == "ended"
-    assert ask(chats.load("answers", CPU), "a", GREEDY, "adapter")[0]["adapter"]
 
-
-@pytest.mark.slow
-def test_an_idle_model_is_unloaded(task, monkeypatch, list_children):
-    """Catches GPUs that stay full after everybody has gone home, and an answer that is taken for idleness."""
-    monkeypatch.chdir(task)
-    chats = Chats(task / "runs", idle_s=1.0)
     chat = chats.load("answers", CPU)
     _, ends, _ = ask(chat, "a", LONG | {"max_new_tokens": 500}, "adapter")
     assert ends[0].num_tokens == 500 or not ends[0].is_cut

@@ -1,4 +1,4 @@
-"""Runs that the web UI starts, stops, saves, resumes and deletes: real processes on the demo's tiny base."""
+"""Runs that the web UI starts, stops, saves, resumes and deletes: real processes, most of which stand in for a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from small_demo import DEMO, copy_small_demo
 
 from lorashard.errors import ConfigError
 from lorashard.lock import find_owner, lock_run
+from lorashard_ui.reading.runs import Runs
 from lorashard_ui.running import control, detached
 from lorashard_ui.running.control import delete_run, explain_no_resume, resume_run, save_run, start_run, stop_run
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
 # Says which signals it got, and goes on.
 DEAF = """
 import signal, sys, time
@@ -46,10 +47,11 @@ def wait_until(is_true: Callable[[], object], what: object = "it", timeout_s: fl
         time.sleep(0.05)
 
 
-def make_yaml(max_steps: int = 2, cpu: int = 1, **options: object) -> str:
+def make_yaml(max_steps: int = 2, cpu: int = 1, demo: Path = DEMO, **options: object) -> str:
     values = {
-        "model_name_or_path": str(DEMO / "base"),
-        "dataset": str(DEMO / "train.jsonl"),
+        "model_name_or_path": str(demo / "base"),
+        "dataset": str(demo / "train.jsonl"),
+        "dtype": "float32",
         "cpu": cpu,
         "max_steps": max_steps,
         "max_train_samples": 64,
@@ -60,6 +62,11 @@ def make_yaml(max_steps: int = 2, cpu: int = 1, **options: object) -> str:
         "heartbeat_timeout": 0,
     }
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in (values | options).items())
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    return copy_small_demo(tmp_path_factory.mktemp("small") / "demo")
 
 
 @pytest.fixture
@@ -121,12 +128,24 @@ def refuse(*_: object) -> None:
     raise AssertionError("a process was started")
 
 
-def test_a_run_is_started_to_its_end_and_leaves_its_exit_code(root, monkeypatch, list_children):
-    """A run that dies with the server, gets what is the server's own, or leaves a zombie in it."""
+def test_a_run_outlives_a_killed_server(root, demo, monkeypatch):
+    """A run that dies with its server, gets what is the server's own, or whose end nobody is told after its restart;
+    and pages that do not understand what a run writes."""
     monkeypatch.setenv("GRADIO_SERVER_PORT", "1")
     monkeypatch.setenv("RANK", "0")
-    start_run(root, "first", make_yaml(output_dir="/nowhere"))
-    assert list_children() == []
+    script = (
+        "import psutil, sys, time; from pathlib import Path; from lorashard_ui.running.control import start_run; "
+        "start_run(Path(sys.argv[1]), 'first', sys.argv[2]); "
+        "print('left', *psutil.Process().children(), flush=True); time.sleep(100)"
+    )
+    text = make_yaml(demo=demo, output_dir="/nowhere", save_strategy="steps", save_steps=1)
+    words = [sys.executable, "-c", script, str(root), text]
+    server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert server.stdout is not None and server.stdout.readline() == "left\n"  # no zombie
+    runs = Runs(root)
+    assert [(row.name, row.state) for row in runs.list()] == [("first", "starting")]
+    os.killpg(server.pid, signal.SIGKILL)
+    server.communicate()
     record = json.loads((root / "first" / ".launcher.json").read_text())
     assert os.getsid(record["pid"]) == record["pid"] != os.getsid(0)
     environ = psutil.Process(record["pid"]).environ()
@@ -138,51 +157,21 @@ def test_a_run_is_started_to_its_end_and_leaves_its_exit_code(root, monkeypatch,
     wait_until(lambda: read_exit(root, "first") is not None, lambda: read_log(root, "first"))
     assert read_exit(root, "first") == 0, read_log(root, "first")
     assert (root / "first" / "adapter_model.safetensors").is_file() and count_steps(root, "first") == 2
-    reason = explain_no_resume(root, "first")
-    assert reason is not None
+
+    reader = runs.get("first")
+    summary = reader.summary()
+    assert (summary.state, summary.phase, summary.step, summary.max_steps) == ("done", "done", 2, 2)
+    assert summary.num_ranks == 1 and summary.tokens_per_s > 1 and 0 < summary.loss < 20
+    assert "step 2" in reader.progress().sentence and reader.series(["loss"])["loss"][0] == [1, 2]
+    assert [alert for alert in reader.alerts() if alert.severity == "error"] == []
+    (row,) = reader.ranks()
+    assert row.rank == 0 and row.memory_bytes > 1 << 20 and 0 <= row.wait_share <= 1
+    assert [(point.step, point.problem) for point in reader.checkpoints()] == [(2, None), (1, None)]
+    assert reader.log(0) != ""
     with pytest.raises(ConfigError):
         resume_run(root, "first")
     delete_run(root, "first")
     assert [path.name for path in root.iterdir()] == [".starting.lock"]
-
-
-@pytest.mark.slow
-def test_a_run_is_stopped_and_resumed(root):
-    """Steps that are trained twice or lost, ranks that are left, or a run that cannot be gone on with."""
-    start_run(root, "long", make_yaml(max_steps=400, cpu=2))
-    wait_until(lambda: count_steps(root, "long") >= 2, lambda: read_log(root, "long"))
-    with pytest.raises(ConfigError, match="is alive"):
-        resume_run(root, "long")
-    save_run(root, "long")
-    wait_until(lambda: list((root / "long").glob("checkpoint-*")), lambda: read_log(root, "long"))
-    stop_run(root, "long")
-    stop_run(root, "long")  # a second tab
-    wait_until(lambda: read_exit(root, "long") is not None, lambda: read_log(root, "long"))
-    assert read_exit(root, "long") == 75, read_log(root, "long")
-    stopped_at = count_steps(root, "long")
-    assert explain_no_resume(root, "long") is None
-    resume_run(root, "long")
-    wait_until(lambda: count_steps(root, "long") > stopped_at, lambda: read_log(root, "long"))
-    stop_run(root, "long", now=True)
-    wait_until(lambda: read_exit(root, "long") not in (None, 75), lambda: read_log(root, "long"))
-    assert find_owner(root / "long") is None
-    wait_until(lambda: str(root / "long") not in str([p.info for p in psutil.process_iter(["cmdline"])]), timeout_s=5)
-
-
-@pytest.mark.slow
-def test_a_run_outlives_a_killed_server(root):
-    """A run that ends with the server, or whose end nobody is told after its restart."""
-    script = (
-        "import sys, time; from pathlib import Path; from lorashard_ui.running.control import start_run; "
-        "start_run(Path(sys.argv[1]), 'first', sys.argv[2]); print('started', flush=True); time.sleep(100)"
-    )
-    words = [sys.executable, "-c", script, str(root), make_yaml()]
-    server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert server.stdout is not None and server.stdout.readline() == "started\n"
-    os.killpg(server.pid, signal.SIGKILL)
-    server.communicate()
-    wait_until(lambda: read_exit(root, "first") is not None, lambda: read_log(root, "first"))
-    assert read_exit(root, "first") == 0, read_log(root, "first")
 
 
 def test_what_cannot_run_is_said_and_leaves_nothing(root, monkeypatch):
@@ -250,6 +239,8 @@ def test_what_the_launcher_refuses_at_once_is_said(root, monkeypatch):
 def test_a_stop_is_sent_once_however_often_it_is_asked(root, be_run):
     """Two tabs that both press stop: for a launcher the second SIGTERM is the end without a save."""
     be_run("live")
+    with pytest.raises(ConfigError, match="is alive"):
+        resume_run(root, "live")
     for _ in range(3):
         stop_run(root, "live")
     wait_until(lambda: heard(root, "live"))
@@ -348,7 +339,7 @@ def test_only_a_runs_own_folder_is_deleted(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_queued_run_waits_starts_and_can_be_stopped(root):
+def test_a_queued_run_waits_starts_and_can_be_stopped(root, demo):
     """Two runs on the same cores; a run that waits and that nobody can stop, or that is taken for dead."""
 
     def read_status(name: str) -> dict:
@@ -357,10 +348,10 @@ def test_a_queued_run_waits_starts_and_can_be_stopped(root):
         except FileNotFoundError:
             return {}
 
-    start_run(root, "first", make_yaml(max_steps=1000))
+    start_run(root, "first", make_yaml(max_steps=100_000, demo=demo))
     wait_until(lambda: count_steps(root, "first"), lambda: read_log(root, "first"))
     for name in ("second", "third"):
-        start_run(root, name, make_yaml(max_steps=1, queue=True))
+        start_run(root, name, make_yaml(max_steps=1, queue=True, demo=demo))
         wait_until(lambda name=name: "queue" in read_status(name), lambda name=name: read_log(root, name))
     assert "held by the run first" in read_status("second")["queue"]["waits_for"]
     assert read_status("third")["queue"]["place"] == 2 and find_owner(root / "third") is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_command_and_yaml_say_what_the_form_says(read, tmp_path):
     script = filled.to_command(tmp_path / "runs").replace("lorashard finetune", "printf '%s\\0'", 1)
     words = subprocess.run(["sh", "-c", script], capture_output=True, check=True).stdout.decode().split("\0")[:-1]
     from_command = RunConfig.resolve(None, words)
-    assert from_command.output_dir == str(tmp_path / "runs" / filled.name)
+    assert Path(from_command.output_dir).resolve() == tmp_path / "runs" / filled.name  # seen from here
     assert from_yaml.model_dump(exclude={"output_dir"}) == from_command.model_dump(exclude={"output_dir"})
     assert from_yaml == RunConfig(output_dir="runs/x", **filled.values)
     assert from_yaml.quantization == "nf4"

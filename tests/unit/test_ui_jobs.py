@@ -1,4 +1,4 @@
-"""Commands in the background: real processes that end in every way, a real merge, and an upload to a stand-in hub."""
+"""Commands in the background: real processes that end in every way, and an upload to a stand-in hub."""
 
 from __future__ import annotations
 
@@ -256,20 +256,3 @@ def test_an_adapter_is_pushed_without_the_rest_of_its_run(jobs, tmp_path, monkey
         job = wait_for(jobs, jobs.start("push", "first", push_words(run, "me/first", is_private=True)), "done")
     assert set(hub.uploaded["me/first"]) == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
     assert "hf_secret" not in job.log_path.read_text() + " ".join(job.command)
-
-
-@pytest.mark.slow
-def test_a_merge_runs_in_the_background(jobs, tmp_path):
-    """A command that the command line does not take, or whose progress is not shown."""
-    from tiny import add_lora, build_base
-
-    build_base().save_pretrained(tmp_path / "base")
-    run = tmp_path / "runs" / "first"
-    model = add_lora(build_base())
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(run)
-    words = merge_words(run, tmp_path / "out", ["--cpu", "1"])
-    job = wait_for(jobs, jobs.start("merge", "first", words), "done", timeout_s=250)
-    assert (tmp_path / "out" / "config.json").is_file() and str(tmp_path / "out") in job.last_line
-    again = wait_for(jobs, jobs.start("merge", "first", words), "failed")
-    assert again.exit_code == 2 and "is not an empty folder" in again.last_line

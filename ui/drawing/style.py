@@ -53,6 +53,7 @@ STYLE = """
 .wide-table th button:hover { text-decoration: underline; }
 .wide-table th button:focus-visible { outline: 3px solid #2563eb; outline-offset: 2px; }
 .wide-table input[type=checkbox] { width: 18px; height: 18px; }
+.wide-table input[type=checkbox]:checked { background-color: #2563eb !important; border-color: #2563eb !important; }
 .wide-table .said { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 @media (max-width: 640px) {

@@ -36,6 +36,7 @@ from lorashard.methods import METHODS, Method, explain_refused
 from lorashard.options import GivenOption, Option, parse_yaml_options
 from lorashard.runs_root import find_run
 
+from ..reading.places import write_path
 from ..reading.states import ASKED_NAME
 from .paths import Allowed
 
@@ -96,7 +97,7 @@ class Form:
 
     def to_command(self, root: Path) -> str:
         """Return a command for a shell that starts this run."""
-        lines, words = ["lorashard finetune"], self.to_words(root)
+        lines, words = ["lorashard finetune"], self.to_words(Path(write_path(str(root))))
         for word in words:
             if word.startswith("--"):
                 lines.append(f"  {shlex.quote(word)}")

@@ -16,6 +16,7 @@ from ..drawing.charts import Curve, draw_curves
 from ..drawing.markup import Markup, badge, join, link, note, table
 from ..drawing.wording import NONE, show_count, show_duration, show_number
 from ..reading.comparing import differences
+from ..reading.places import show_paths
 from ..reading.runs import RunReader
 from .plotting import load_plotly, make_chart
 from .refreshing import Parts, make_html, show_if_any
@@ -148,4 +149,4 @@ def _show_at(found: tuple[float, float]) -> str:
 
 
 def _show_value(value: Any) -> str:
-    return NONE if value is None else str(value)
+    return NONE if value is None else show_paths(str(value))

@@ -17,6 +17,7 @@ from ..desk import Desk
 from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_duration, show_time
 from ..form import exporting
+from ..reading.places import show_paths
 from ..reading.summaries import find_quantization, read_options
 from ..reading.tails import read_end
 from ..reading.taming import show_safely
@@ -49,7 +50,9 @@ def build(desk: Desk) -> None:
             with gr.Tab("Merge"):
                 make_html(tag("p", "Writes the adapter into a copy of its base: a model of its own."))
                 with gr.Row():
-                    out = gr.Textbox("", label="Name of the new folder", info=f"in {desk.root}", min_width=220)
+                    out = gr.Textbox(
+                        "", label="Name of the new folder", info=f"in {show_paths(str(desk.root))}", min_width=220
+                    )
                     dtype = gr.Dropdown(_DTYPES, value="auto", label="dtype", info="auto is the base's", min_width=140)
                     merge_repo = gr.Textbox(
                         "",
@@ -147,7 +150,7 @@ def build(desk: Desk) -> None:
         try:
             desk.jobs.start(kind, name or "", find_words())
         except ConfigError as error:
-            return show_if_any(note(str(error), "error")), gr.skip()
+            return show_if_any(note(show_paths(str(error)), "error")), gr.skip()
         return show_if_any(note("Started: see Jobs below.")), None  # the newest job's log is shown
 
     def start_merge(
@@ -220,7 +223,7 @@ def name_job(job: Job) -> str:
 def show_end(log: Path) -> str:
     """Return the end of a job's log, fit to be shown."""
     text = read_end(log, _LOG_BYTES).decode("utf-8", "replace")
-    return "\n".join(show_safely(text).splitlines()[-_LOG_LINES:])
+    return show_paths("\n".join(show_safely(text).splitlines()[-_LOG_LINES:]))
 
 
 def draw_login(is_logged_in: bool) -> Markup:
@@ -241,6 +244,6 @@ def _draw_row(job: Job) -> list[str]:
     if job.state == "failed":
         state.append(tag("div", f"exit code {job.exit_code}", class_="subdued"))
     took_s = None if job.begin_s is None else (job.end_s or time.time()) - job.begin_s
-    said = show_safely(job.last_line or "")
+    said = show_paths(show_safely(job.last_line or ""))
     name = tag("div", job.kind, " ", link("run", job.run_name, name=job.run_name))
     return [name, tag("div", *state), said, show_time(job.begin_s), show_duration(took_s)]

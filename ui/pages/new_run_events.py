@@ -34,6 +34,7 @@ from ..form.form import (
     read_yaml_file,
 )
 from ..form.option_fields import list_gpu_choices, to_text
+from ..reading.places import show_paths, write_path
 from .new_run_updates import (
     ask_model,
     ask_plan,
@@ -141,11 +142,11 @@ def bind(desk: Desk, parts: Parts) -> None:
             yield [markup.note(str(error), "error"), gr.update(visible=False), ""]
             return
         kind = "info" if found["chosen"] is not None else "error"
-        notes = markup.join(markup.tag("li", note) for note in found["notes"])
+        notes = markup.join(markup.tag("li", show_paths(note)) for note in found["notes"])
         size = found["model"].rpartition(": ")[2]  # its name stands in the form
         about = markup.tag("p", f"{size}; {found['cluster']}. Every rank takes the same.", class_="subdued")
         yield [
-            markup.note(found["reason"], kind),
+            markup.note(show_paths(found["reason"]), kind),
             gr.update(value=plan_chart(found).to_json(), visible=True, elem_classes=list(CLASSES)),
             about + markup.tag("ul", notes),
         ]
@@ -157,7 +158,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         if not name:
             return ""
         try:
-            return markup.note(desk.worker.describe_model(name))
+            return markup.note(show_paths(desk.worker.describe_model(name)))
         except ConfigError as error:
             return markup.note(str(error), "error")
 
@@ -196,11 +197,11 @@ def bind(desk: Desk, parts: Parts) -> None:
         lines: list[str] = []
         try:
             for line in desk.worker.validate(form.to_words(desk.root)):
-                lines.append(f"\u2713 {line}")
+                lines.append(f"\u2713 {show_paths(line)}")
                 yield gr.update(value="\n".join([*lines, text]), visible=True)
             lines.append("\u2713 Nothing is wrong.")
         except ConfigError as error:
-            lines.append(f"\u2715 {error}")
+            lines.append(f"\u2715 {show_paths(str(error))}")
         yield gr.update(value="\n".join(lines), visible=True)
 
     parts.check.click(check, inputs, parts.checked, trigger_mode="once", **_HIDDEN)
@@ -254,7 +255,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             kept = keep_upload(Path(path or ""), desk.root)
         except ConfigError as error:
             return [markup.note(str(error), "error"), gr.skip()]
-        return [markup.note(f"{kept.name} is kept with the runs."), gr.update(value=str(kept))]
+        return [markup.note(f"{kept.name} is kept with the runs."), gr.update(value=write_path(str(kept)))]
 
     dataset = parts.fields["dataset"]
     parts.upload.upload(keep, parts.upload, [parts.loaded, dataset], trigger_mode="always_last", **_HIDDEN)

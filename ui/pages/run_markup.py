@@ -12,6 +12,7 @@ from ..drawing.wording import NONE, show_ago, show_count, show_duration, show_nu
 from ..reading.alerts import Alert
 from ..reading.checkpoints import CheckpointRow
 from ..reading.paces import Progress
+from ..reading.places import show_paths
 from ..reading.ranks import RankRow
 from ..reading.samples import Sample
 from ..reading.summaries import Summary
@@ -43,9 +44,9 @@ def draw_header(summary: Summary) -> Markup:
     step = f"{show_count(summary.step)} of {show_count(summary.max_steps)}" if summary.max_steps else NONE
     quantization = [("quantisation", summary.quantization)] if summary.quantization else []
     pairs = [
-        ("model", summary.model or NONE),
+        ("model", show_paths(summary.model or NONE)),
         *quantization,
-        ("dataset", summary.dataset or NONE),
+        ("dataset", show_paths(summary.dataset or NONE)),
         ("method", summary.method or NONE),
         ("ranks", show_count(summary.num_ranks)),
         ("step", step),
@@ -89,9 +90,10 @@ def draw_alerts(summary: Summary, alerts: Sequence[Alert]) -> Markup:
         where = [f"rank {alert.rank}" if alert.rank is not None else "", f"step {alert.step}" if alert.step else ""]
         place = ", ".join(word for word in where if word and word not in alert.sentence)
         kind = "error" if alert.severity == "error" else "warning" if alert.severity == "warning" else "info"
-        notes.append(note(join((tag("strong", place, ": "), alert.sentence)) if place else alert.sentence, kind))
+        sentence = show_paths(alert.sentence)
+        notes.append(note(join((tag("strong", place, ": "), sentence)) if place else sentence, kind))
     if summary.error and not any(summary.error in alert.sentence for alert in alerts):
-        notes.insert(0, note(summary.error, "error" if summary.state == "failed" else "warning"))
+        notes.insert(0, note(show_paths(summary.error), "error" if summary.state == "failed" else "warning"))
     return join(notes)
 
 

@@ -16,6 +16,7 @@ from lorashard.gpus import Gpu, list_gpus
 from ..desk import Desk
 from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_count, show_duration, show_number, show_time
+from ..reading.places import show_paths, write_path
 from ..reading.summaries import Summary
 from .refreshing import Parts, make_html
 
@@ -87,7 +88,9 @@ def build(desk: Desk) -> None:
         shown = sort_runs(filter_runs(summaries, text, state), **json.loads(order))
         waits = {row.name: _read_wait(desk, row.name) for row in shown if row.state == "queued"}
         values = {"gpus": draw_gpus(list_gpus())}
-        values["runs"] = draw_runs(shown, waits, json.loads(order)) if summaries else draw_empty(str(desk.root))
+        values["runs"] = (
+            draw_runs(shown, waits, json.loads(order)) if summaries else draw_empty(write_path(str(desk.root)))
+        )
         return parts.send(seen, values)
 
     def sort(order: str, event: gr.EventData) -> str:
@@ -196,8 +199,8 @@ def _draw_row(row: Summary, waits: dict[str, str]) -> list[str]:
         box,
         link("run", row.name, name=row.name),
         state,
-        row.model or "",
-        row.dataset or "",
+        show_paths(row.model or ""),
+        show_paths(row.dataset or ""),
         step,
         show_number(row.loss),
         show_number(row.eval_loss),
