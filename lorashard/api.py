@@ -133,7 +133,7 @@ def load(
     profiled = parse_steps(profile_steps) if profile_steps else None
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     own_device = join_launch()
-    device = device or own_device
+    device = own_device if device is None else with_index(device)
     dtype = _settle_dtype(dtype, device)
     compiling = read_compile_options(torch_compile, device, read_quantization(quantization))
     derived = None
@@ -225,7 +225,7 @@ def load_adapter(
     if config.is_prompt_learning and is_trainable:
         raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")
     config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
-    device = join_launch() if device is None else device
+    device = join_launch() if device is None else with_index(device)
     dtype = _settle_dtype(dtype, device)
     meant = choose_quantization(folder, quantization)
     compiling = read_compile_options(torch_compile, device, meant)
@@ -293,7 +293,7 @@ def shard(
         check_config(config, is_in_memory=True, quantization=meant)
     check_unquantized(model, base_test(model))
     own_device = join_launch()
-    device = device or own_device
+    device = own_device if device is None else with_index(device)
     compiling = read_compile_options(torch_compile, device, meant)
     resolved = _resolve(options)
     name_units(model, resolved.unit_paths)
@@ -386,7 +386,7 @@ def merge(
     folder = find_adapter(adapter)
     trained_on, trained_dtype = read_quantized_form(folder)
     base, revision = find_base(folder, read_config(folder), base, revision)
-    device = join_launch() if device is None else device
+    device = join_launch() if device is None else with_index(device)
     base_folder = resolve_folder(base, revision)
     with Checkpoint.open(base_folder) as checkpoint:
         files = checkpoint.files
@@ -434,7 +434,8 @@ def engine_of(model: torch.nn.Module) -> Engine:
 def join_launch(backend: str | None = None) -> torch.device:
     """Take this process's place among the ranks of its launch, if a launcher started it; accelerate does the work.
 
-    Returns the device that accelerate, and so Trainer, computes on: the GPU of the local rank, or the CPU.
+    Returns the device that accelerate, and so Trainer, computes on: the GPU of the local rank, with its index, or the
+    CPU.
 
     On a machine without GPUs accelerate sees a single process unless it is told: two ranks would train alone, and both
     would look healthy.
@@ -467,7 +468,15 @@ def join_launch(backend: str | None = None) -> torch.device:
         raise ConfigError(
             f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
         )
-    return torch.device("cpu") if state.device.type == "cpu" else state.device  # it may say cpu:0
+    return torch.device("cpu") if state.device.type == "cpu" else with_index(state.device)  # it may say cpu:0
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return `device`, and if it is a GPU without an index, as accelerate's is without a launcher, the current GPU.
+
+    Tensors always have an index: a sharded weight on `cuda` would look as if `model.to(device)` moved it to `cuda:0`.
+    """
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _settle_dtype(asked: DtypeOption, device: torch.device) -> torch.dtype:

@@ -15,6 +15,7 @@ import torch
 
 from ..dist import Work
 from ..errors import ConfigError
+from .queues import Event, Queues, queues_of
 
 RING_BUFFERS = 4
 RING_BUFFER_BYTES = 16 * 2**20
@@ -33,8 +34,14 @@ class HostCopies:
     Memory: on CUDA, RING_BUFFERS * RING_BUFFER_BYTES of pinned memory once there is something to copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, queues: Queues | None = None) -> None:
+        """Prepare to copy.
+
+        Args:
+            queues: what runs on `device`, if not its own.
+        """
         self._device = device
+        self._queues = queues or queues_of(device)
         self._ring: _PinnedRing | None = None
         self._has_warned = False
 
@@ -44,10 +51,10 @@ class HostCopies:
         Raises:
             ConfigError: not even that may be pinned.
         """
-        if self._device.type == "cpu" or self._ring is not None:
+        if self._queues is None or self._ring is not None:
             return
         try:
-            self._ring = _PinnedRing(self._device)
+            self._ring = _PinnedRing(self._queues)
         except RuntimeError as error:
             raise ConfigError(
                 f"the system refuses to pin {RING_BUFFERS * RING_BUFFER_BYTES / 2**20:.0f} MiB of host memory "
@@ -68,14 +75,14 @@ class HostCopies:
 
     def start(self, pairs: Pairs) -> Work:
         """Start copying each (target, source) of uint8, behind what the current stream was given so far."""
-        if self._device.type == "cpu":
+        if self._queues is None:
             for target, source in pairs:
                 target.copy_(source)
             return _Done()
-        if all(source.is_pinned() for _, source in pairs):
+        if all(self._queues.is_pinned(source) for _, source in pairs):
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            return _OnStream(self._device, torch.cuda.current_stream(self._device).record_event())
+                self._queues.copy(target, source)
+            return _OnQueue(self._queues, self._queues.record())
         self.prepare()
         assert self._ring is not None
         return self._ring.start(pairs)
@@ -88,51 +95,49 @@ class _Done:
 
 
 @dataclass(frozen=True)
-class _OnStream:
-    """Done when `event` has happened; waiting holds up the current stream, not the host."""
+class _OnQueue:
+    """Done when `event` has happened; waiting holds up the current queue, not the host."""
 
-    device: torch.device
-    event: torch.cuda.Event
+    queues: Queues
+    event: Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.queues.wait(self.event)
 
 
 @dataclass(frozen=True)
 class _InThread:
-    """Waiting holds up the host until the thread has started the last copy, then the current stream."""
+    """Waiting holds up the host until the thread has started the last copy, then the current queue."""
 
-    device: torch.device
-    last: Future[torch.cuda.Event]
+    queues: Queues
+    last: Future[Event]
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.last.result())
+        self.queues.wait(self.last.result())
 
 
 class _PinnedRing:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._buffers = [
-            torch.empty(RING_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(RING_BUFFERS)
-        ]
-        self._events: list[torch.cuda.Event | None] = [None] * RING_BUFFERS
+    @torch.inference_mode(False)  # the thread could not write into buffers that were made in that mode
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self._queue = queues.make()
+        self._buffers = [queues.pinned(RING_BUFFER_BYTES) for _ in range(RING_BUFFERS)]
+        self._events: list[Event | None] = [None] * RING_BUFFERS
         self._next = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lorashard-copies")
 
     def start(self, pairs: Pairs) -> Work:
-        ready = torch.cuda.current_stream(self._device).record_event()
-        return _InThread(self._device, self._thread.submit(self._copy, pairs, ready))
+        return _InThread(self._queues, self._thread.submit(self._copy, pairs, self._queues.record()))
 
-    def _copy(self, pairs: Pairs, ready: torch.cuda.Event) -> torch.cuda.Event:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
+    def _copy(self, pairs: Pairs, ready: Event) -> Event:
+        with self._queues.on(self._queue):
+            self._queues.wait(ready)
             for target, source in pairs:
                 for begin in range(0, len(source), RING_BUFFER_BYTES):
                     self._copy_piece(
                         target[begin : begin + RING_BUFFER_BYTES], source[begin : begin + RING_BUFFER_BYTES]
                     )
-            return self._stream.record_event()
+            return self._queues.record()
 
     def _copy_piece(self, target: torch.Tensor, source: torch.Tensor) -> None:
         index = self._next
@@ -142,8 +147,8 @@ class _PinnedRing:
             event.synchronize()  # the device has read what the buffer held
         buffer = self._buffers[index][: len(source)]
         buffer.copy_(source)
-        target.copy_(buffer, non_blocking=True)
-        self._events[index] = self._stream.record_event()
+        self._queues.copy(target, buffer)
+        self._events[index] = self._queues.record()
 
 
 def allocate_host(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, str | None]:
@@ -152,6 +157,9 @@ def allocate_host(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, s
     torch's own pinned allocator rounds up to a power of two, which could double a base.
     """
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if device.type == "cuda":
+        # The kernel copies pages that a device may write to when the process forks, and a data loader's worker forks.
+        memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
     return tensor, _pin(tensor, device) if device.type == "cuda" and num_bytes else None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import ShardError
+from .queues import Event, on_device
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -39,13 +40,14 @@ class Slot:
         self.num_bytes = num_bytes
         self._device = device
         self.owner: Unit | None = None
-        self.readers_done: torch.cuda.Event | None = None
+        self.readers_done: Event | None = None
         self._allocate()
 
     @torch.inference_mode(False)  # a tensor made in that mode could never be saved for a backward
     def _allocate(self) -> None:
         self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        self.wire = torch.from_dlpack(self.buffer)
+        with on_device(self._device):  # torch exports no tensor of another GPU than the current one
+            self.wire = torch.from_dlpack(self.buffer)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._storage = self.buffer.untyped_storage()
         self._quiet_count = self._count_references()

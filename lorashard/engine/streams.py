@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ..dist import Work
+from .queues import Event, Queues, queues_of
 
 
 class SideStream:
@@ -18,42 +19,45 @@ class SideStream:
     runs in a thread of the process group, there is no stream and waiting blocks the caller.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._device = device
-        self._waited_s = 0.0
-        self._timings: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    def __init__(self, device: torch.device, queues: Queues | None = None) -> None:
+        """Make the stream.
 
-    def mark(self) -> torch.cuda.Event | None:
+        Args:
+            queues: what runs on `device`, if not its own.
+        """
+        self._queues = queues or queues_of(device)
+        self._queue = self._queues.make() if self._queues is not None else None
+        self._waited_s = 0.0
+        self._timings: list[tuple[Event, Event]] = []
+
+    def mark(self) -> Event | None:
         """Return an event that happens when the device has done all that the compute stream was given so far."""
-        return torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
+        return self._queues.record() if self._queues is not None else None
 
     @contextlib.contextmanager
-    def after(self, event: torch.cuda.Event | None) -> Iterator[None]:
+    def after(self, event: Event | None) -> Iterator[None]:
         """Run the body on the side stream, behind `event`.
 
         A slot is reused through this: the event says that its last reader is done, so the gather cannot overtake it.
         """
-        if self._stream is None:
+        if self._queues is None:
             yield
             return
-        if event is not None:
-            self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
+        with self._queues.on(self._queue):
+            if event is not None:
+                self._queues.wait(event)
             yield
 
     def wait(self, work: Work) -> None:
         """Make the computation wait for `work`; the host goes on where the device can."""
-        if self._stream is None:
+        if self._queues is None:
             begin_s = time.perf_counter()
             work.wait()
             self._waited_s += time.perf_counter() - begin_s
             return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record(torch.cuda.current_stream(self._device))
+        begin = self._queues.record(is_timed=True)
         work.wait()
-        end.record(torch.cuda.current_stream(self._device))
-        self._timings.append((begin, end))
+        self._timings.append((begin, self._queues.record(is_timed=True)))
         if len(self._timings) >= 1024:
             self._settle(len(self._timings) // 2)
 

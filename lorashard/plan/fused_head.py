@@ -32,13 +32,13 @@ class _FusedHead(torch.autograd.Function):
             if device_type != "cuda":
                 torch.empty(round(_TORCH_FORWARD_TILES * part.numel()))
         ctx.save_for_backward(hidden, weight, labels, statistics[:2].clone())
-        ctx.device_type = device_type
+        ctx.dtype, ctx.device_type = dtype, device_type
         return statistics[0].clone()
 
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight, _, _ = ctx.saved_tensors
-        dtype = _compute_dtype(hidden)
+        dtype = ctx.dtype  # the forward's: autocast is off by now
         result = torch.zeros(hidden.shape)
         tile = _make_tile(hidden, dtype)
         for rows, columns in _tiles(hidden, weight):

@@ -7,6 +7,7 @@ true, whatever the architecture, and nothing is allocated. Decoder layers that a
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -34,6 +35,16 @@ from .unpacking import measure_unpacking
 _Packed = Sequence[tuple[torch.Tensor, Unpacking]]
 
 _ATTENTION_NAME = "lorashard_trace"
+# What CUDA's autocast computes in float32 of what layers call (AT_FORALL_FP32 in ATen/autocast_mode.h), by the names in
+# torch, torch.Tensor and torch.nn.functional; and what it makes sum up in float32 (AT_FORALL_FP32_SET_OPT_DTYPE).
+# fmt: off
+_FLOAT32_ON_CUDA = {
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "norm", "cosine_similarity", "logsumexp", "softplus",
+    "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "__rtruediv__",
+    "exp", "expm1", "log", "log10", "log2", "log1p", "acos", "asin", "cosh", "erfinv", "sinh", "tan",
+}
+# fmt: on
+_FLOAT32_SUMS_ON_CUDA = {"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"}
 _FEW_LAYERS = 2  # the first layer's input may need no gradient, so one does not tell of all
 
 
@@ -222,7 +233,7 @@ def _run(model: PeftModel, microbatch: Microbatch, packed: _Packed) -> _Run:
             loss = _compute_loss(model, batch, microbatch)
             seen["head_forward_bytes"] = tracker.take_peak()
             forward = tracker.work
-            loss.backward()
+            _run_backward(loss)
             seen["layers_backward_bytes"] = tracker.take_peak()
     except (torch._subclasses.fake_tensor.UnsupportedFakeTensorException, RuntimeError, NotImplementedError) as error:
         name = type(model.get_base_model()).__name__
@@ -253,6 +264,13 @@ def _compute_loss(model: PeftModel, batch: dict[str, torch.Tensor], microbatch: 
     return output.loss
 
 
+def _run_backward(loss: torch.Tensor) -> None:
+    """Run `loss.backward()`, which is a function of torch too: a mode for these would be off while it recomputes."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def _enable_checkpointing(model: PeftModel, microbatch: Microbatch) -> None:
     model.train()
     if microbatch.checkpointing is None:
@@ -271,7 +289,10 @@ def _code_for(model: PeftModel, microbatch: Microbatch) -> Iterator[None]:
     """Let the model's code take the path that it takes on the device that is planned for."""
     config = model.get_base_model().config
     wanted = config._attn_implementation
-    if wanted == "sdpa":
+    # Falcon's code knows its own kinds alone, and takes any other name for eager.
+    is_asked_by_name = any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(m).__module__]) for m in model.modules())
+    is_replaced = wanted == "sdpa" and is_asked_by_name
+    if is_replaced:
         # transformers cannot tell from fake tensors that no row is padded, and would make masks.
         ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME] = _attention(microbatch)
         config._attn_implementation = _ATTENTION_NAME
@@ -284,7 +305,7 @@ def _code_for(model: PeftModel, microbatch: Microbatch) -> Iterator[None]:
         with mode:
             yield
     finally:
-        if wanted == "sdpa":
+        if is_replaced:
             del ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME]
             config._attn_implementation = wanted
 
@@ -303,7 +324,11 @@ def _attention(microbatch: Microbatch) -> Callable[..., Any]:
 
 
 class _CudaKernels(TorchFunctionMode):
-    """Dropout as CUDA's kernel does it: it keeps a byte for each element, the CPU's a number."""
+    """What CUDA does otherwise than the CPU that the trace seems to run on.
+
+    Its dropout keeps a byte for each element, the CPU's a number. Its autocast runs some functions in float32 that the
+    CPU's leaves in the dtype of their input, so that the norms of GPT-2's kind keep and hand on twice the bytes.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -311,7 +336,22 @@ class _CudaKernels(TorchFunctionMode):
             names = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             if names.get("training", True) and names.get("p", 0.5) > 0:
                 return torch.native_dropout(names["input"], names.get("p", 0.5), True)[0]
+        name = getattr(func, "__name__", "")
+        if torch.is_autocast_enabled("cpu"):
+            if name in _FLOAT32_ON_CUDA:
+                args, kwargs = torch.utils._pytree.tree_map(_upcast, (args, kwargs))
+            elif name in _FLOAT32_SUMS_ON_CUDA and _is_low(args[0] if args else kwargs.get("input")):
+                has_dtype = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+                kwargs = kwargs if has_dtype else kwargs | {"dtype": torch.float32}
         return func(*args, **kwargs)
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _upcast(value: Any) -> Any:
+    return value.float() if _is_low(value) else value
 
 
 def _replace(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> None:

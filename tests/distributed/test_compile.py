@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support import run_ranks
 from tiny import add_lora, build_base, build_model, find_differences, make_batch, take_gradients
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
 from lorashard.errors import ConfigError
@@ -152,6 +154,36 @@ def test_inductor_gives_the_gradients_of_the_same_code_unsharded_and_the_same_lo
     for (fp32, fp32_loss), (bf16, bf16_loss) in run_ranks(compare_inductor, 2):
         assert fp32 == bf16 == []
         assert fp32_loss < 1e-5 and bf16_loss < 0.01
+
+
+class Adapted(nn.Module):
+    """A layer that has more to train than DDP's first bucket holds, 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(640, 640), nn.Linear(640, 640)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(hidden).relu())
+
+
+def count_graphs(rank: int) -> tuple[int, bool]:
+    """Return how many graphs are compiled for a layer inside DDP, and whether dynamo's own setting is as it was."""
+    graphs = []
+
+    def remember(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    layer = Adapted()
+    compile_layers([layer], {"backend": remember})
+    DistributedDataParallel(layer, bucket_cap_mb=1)(torch.ones(2, 640))
+    return len(graphs), bool(torch._dynamo.config.optimize_ddp)
+
+
+def test_ddp_does_not_cut_the_graph_of_a_layer():
+    """Catches dynamo's optimizer for DDP, which splits a layer's graph wherever a bucket of gradients ends."""
+    assert run_ranks(count_graphs, 2) == [(1, True)] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Which GPU a process computes on, and that the engine computes there: shown without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lorashard import api
+from lorashard.engine import Placeholder
+from lorashard.engine.slots import Slot
+from lorashard.errors import ShardError
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def current(monkeypatch) -> list[int]:
+    """The index of the current GPU, which torch is made to answer with."""
+    index = [0]
+
+    def exchange(to: int) -> int:
+        before, index[0] = index[0], to
+        return before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index[0])
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    return index
+
+
+def test_a_device_is_given_the_index_that_its_tensors_will_have(monkeypatch, current):
+    """Catches a base that cannot be loaded by a script that no launcher has started: accelerate says `cuda` there."""
+    current[0] = 3
+    alone = SimpleNamespace(num_processes=1, device=CUDA, distributed_type="NO")
+    monkeypatch.setattr(api, "PartialState", lambda cpu: alone)
+    assert api.join_launch() == api.with_index(CUDA) == torch.device("cuda", 3)
+    assert api.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert api.with_index(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_the_device_argument_is_given_its_index_too(monkeypatch, current):
+    """Catches `load(device=torch.device("cuda"))`, which fails on one GPU although there is no other."""
+    asked = []
+    monkeypatch.setattr(api, "load_sharded", lambda *args, **options: asked.append(args[3]))
+    monkeypatch.setattr(api, "_finish", lambda model, *args: model)
+    api.load("a/base", LoraConfig(), "replicate", device=CUDA)
+    assert asked == [torch.device("cuda", 0)]
+
+
+def test_a_placeholder_moves_to_the_device_that_it_is_on(current):
+    """Catches `model.to(device)`, to which torch adds the index, taken for a move of a sharded weight."""
+    to_copy, first = torch.ops.aten._to_copy.default, torch.device("cuda", 0)
+    placeholder = Placeholder("w", (2, 2), torch.float32, api.with_index(CUDA))
+    assert to_copy(placeholder, device=first).device == first
+    without_index = Placeholder("w", (2, 2), torch.float32, CUDA)
+    with pytest.raises(ShardError):  # it cannot tell: the current device may be another by now
+        to_copy(without_index, device=first)
+
+
+def test_slots_of_a_gpu_that_is_not_the_current_one(monkeypatch, current):
+    """Catches `load(device=torch.device("cuda", 1))` in a script: torch exports only tensors of the current GPU."""
+
+    def export(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.__dlpack__(stream=-1)  # torch's own check
+        return tensor
+
+    monkeypatch.setattr(torch, "from_dlpack", export)
+    with FakeTensorMode():
+        assert Slot(16, torch.device("cuda", 1)).buffer.device == torch.device("cuda", 1)
+    assert current == [0]
