@@ -273,3 +273,11 @@ def test_a_merge_runs_in_the_background(jobs, tmp_path):
     assert (tmp_path / "out" / "config.json").is_file() and str(tmp_path / "out") in job.last_line
     again = wait_for(jobs, jobs.start("merge", "first", words), "failed")
     assert again.exit_code == 2 and "is not an empty folder" in again.last_line
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [("lorashard: loading: 1,200 of 4,800 rows", 0.25), ("0 of 0 units", None)]
+)
+def test_counts_with_thousands_are_read_whole(line, expected):
+    """Catches `1,200 of 4,800` shown as 200 of 4, a job that is done when it has hardly begun."""
+    assert jobs_module._find_progress([line]) == expected
