@@ -32,6 +32,7 @@ from .importing import quick_imports
 from .lock import lock_run
 from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
+from .progress import is_terminal, told_progress
 from .status import Status, has_begun, read_status, show_status, told_status
 from .stopping import RESTARTS_VARIABLE, StopRequest, find_restarts
 from .terminal import Terminal
@@ -313,6 +314,7 @@ def _check_model(config: RunConfig, status: Status) -> None:
         if status.place[0] != "download":
             status.enter("download")
         status.advance(done, total, unit)
+        tell(done, total, unit)
 
     found: Future[Path] = Future()
 
@@ -322,13 +324,14 @@ def _check_model(config: RunConfig, status: Status) -> None:
         except BaseException as error:
             found.set_exception(error)
 
-    # The hub's client would wait for gigabytes before it lets a signal end this.
-    threading.Thread(target=find, daemon=True).start()
-    try:
-        while not wait([found], timeout=_LOOK_S).done:
-            pass
-        folder = found.result()
-    finally:
-        is_over.set()
+    with told_progress("downloading", is_shown=not is_terminal(sys.stderr)) as tell:  # there the hub's client has bars
+        # The client would wait for gigabytes before it lets a signal end this.
+        threading.Thread(target=find, daemon=True).start()
+        try:
+            while not wait([found], timeout=_LOOK_S).done:
+                pass
+            folder = found.result()
+        finally:
+            is_over.set()
     with Checkpoint.open(folder):
         pass

@@ -125,7 +125,9 @@ class ProgressLines:
         self._begin_s = self._wait_s = 0.0
 
     def show(self, what: str, done: int, total: int | None, unit: str, note: str = "") -> None:
-        """Tell how far the work is, if it is time to."""
+        """Tell how far the work is, if it is time to, and if that is known."""
+        if not unit:
+            return
         now_s = time.monotonic()
         if what != self._what:
             self._what, self._begin_s, self._wait_s = what, now_s, _SILENT_S

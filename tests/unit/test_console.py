@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, ProgressCallback, TrainerState
 
 from lorashard.console import Console, StepLines, describe_log, show_seconds
+from lorashard.output import leave_out_notices
 
 SFT = {
     "loss": 1.3044,
@@ -91,3 +93,18 @@ def test_durations_are_short():
     """Catches seconds of a day-long training."""
     shown = [show_seconds(seconds) for seconds in (1.25, 59.6, 80, 3 * 3600 + 299, 100 * 3600)]
     assert shown == ["1.2 s", "1 min 0 s", "1 min 20 s", "3 h 4 min", "4 d 4 h"]
+
+
+def test_what_peft_and_trl_ask_for_by_old_names_is_no_warning():
+    """Catches transformers' FutureWarnings in each run of each user, and a filter that hides other warnings too."""
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        leave_out_notices()
+        model.gradient_checkpointing_enable()
+        assert model.is_gradient_checkpointing
+        model.gradient_checkpointing_disable()
+        warnings.warn("`gradient_accumulation` is deprecated", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["`gradient_accumulation` is deprecated"]

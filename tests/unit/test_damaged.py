@@ -243,7 +243,7 @@ def test_a_settled_file_is_hashed_once(tmp_path, monkeypatch):
     file = tmp_path / "weights"
     file.write_bytes(b"old")
     before = hash_file(file)
-    monkeypatch.setattr(identity, "_hash", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr(identity, "_hash", lambda *_: pytest.fail("hashed again"))
     assert hash_file(file) == before
     os.utime(file, (1, 1))  # times that were put back leave another time of the change of the inode
     with pytest.raises(pytest.fail.Exception):

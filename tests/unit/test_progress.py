@@ -31,6 +31,8 @@ def test_lines_come_late_and_ever_less_often(clock):
     assert told[0] == "loading: 2 of 600 units" and len(told) < 16
     assert "loading: 599 of 600 units" > told[-1] > "loading: 540 of 600 units"
     lines.show("tokenizing", 1, None, "rows")  # of other work, which has just begun
+    clock[0] += 100
+    lines.show("tokenizing", 0, None, "")  # a phase without a count
     assert not told[-1].startswith("tokenizing")
 
 

@@ -256,3 +256,11 @@ def test_an_adapter_is_pushed_without_the_rest_of_its_run(jobs, tmp_path, monkey
         job = wait_for(jobs, jobs.start("push", "first", push_words(run, "me/first", is_private=True)), "done")
     assert set(hub.uploaded["me/first"]) == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
     assert "hf_secret" not in job.log_path.read_text() + " ".join(job.command)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [("lorashard: loading: 1,200 of 4,800 rows", 0.25), ("0 of 0 units", None)]
+)
+def test_counts_with_thousands_are_read_whole(line, expected):
+    """Catches `1,200 of 4,800` shown as 200 of 4, a job that is done when it has hardly begun."""
+    assert jobs_module._find_progress([line]) == expected

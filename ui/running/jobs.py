@@ -37,7 +37,7 @@ _MOST_ENDED = 100  # that are kept; older ones go when another begins
 _TAIL_BYTES = 16384
 _STOPS = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 # What commands print of how far they are: "3 of 24 units merged", and the bars of huggingface_hub.
-_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
+_COUNT = re.compile(r"\b(\d[\d,]*) of (\d[\d,]*)\b")
 _PERCENT = re.compile(r"\b(\d{1,3})(?:\.\d+)?%")
 
 
@@ -209,9 +209,11 @@ def _read_tail(log: Path) -> list[str]:
 
 def _find_progress(lines: Sequence[str]) -> float | None:
     for line in reversed(lines):
-        count = _COUNT.findall(line)
-        if count and int(count[-1][1]) > 0:
-            return min(1.0, int(count[-1][0]) / int(count[-1][1]))
+        counts = _COUNT.findall(line)
+        if counts:
+            done, total = (int(number.replace(",", "")) for number in counts[-1])
+            if total > 0:
+                return min(1.0, done / total)
         percent = _PERCENT.findall(line)
         if percent:
             return min(1.0, int(percent[-1]) / 100)
