@@ -16,6 +16,7 @@ from ..engine import Layout
 from ..errors import CheckpointError
 from ..model.adapters import base_test, inject
 from ..model.checkpoint import Checkpoint, read_config_json
+from ..model.embeddings import put_saved_embeddings
 from ..model.loading import build_skeleton
 from ..model.quantizing import quantize_structure
 from ..model.sources import plan_unit
@@ -111,11 +112,13 @@ def build_meta_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
+    adapter: Path | None = None,
 ) -> PeftModel:
     """Return a model with its adapter, all on the meta device, from its config alone.
 
     Args:
         model_name_or_path: a folder with a config.json, or a hub id, of which only the config is fetched.
+        adapter: the folder of a saved one, which may have embeddings of another size.
 
     Raises:
         CheckpointError: there is no config to be had.
@@ -125,6 +128,8 @@ def build_meta_model(
     # A kernel package that is missing here must not keep anybody from planning for a machine that has it.
     attention = attn_implementation if attn_implementation in ("eager", "sdpa") else None
     skeleton = build_skeleton(model_name_or_path, folder, task_type, dtype, trust_remote_code, attention)
+    if adapter is not None:
+        put_saved_embeddings(skeleton, adapter, torch.device("meta"))
     return inject(skeleton, lora, low_cpu_mem_usage=True)
 
 

@@ -132,6 +132,7 @@ def _check_keys(subject: _Subject, options: VerifyOptions) -> Verdict:
                 subject.config,
                 getattr(torch, options.dtype),
                 trust_remote_code=options.trust_remote_code,
+                adapter=subject.folder,
             )
             restore(model, subject.folder)
     except UserError as error:

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import lorashard
 from lorashard.errors import CheckpointError, ShardError
+from lorashard.model.saved import restore
+from lorashard.plan.size import build_meta_model
 
 CPU_BUDGET_S = 40.0
 NEW_SIZE = VOCAB_SIZE + 3
@@ -146,6 +148,15 @@ def save_on_request(rank: int, folder: Path, out: Path) -> list[str]:
 def test_embeddings_that_are_asked_for_are_gathered_and_written(tmp_path, bases):
     """`save_embedding_layers=True` that writes none; and the default that writes what is in the base's own files."""
     assert run_ranks(save_on_request, 2, bases["llama"], tmp_path) == [[], []]
+
+
+def test_verify_knows_the_embeddings_of_an_adapter(tmp_path, bases):
+    """An adapter that is whole and is called broken, since its base has fewer tokens."""
+    build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path)
+    lora = LoraConfig.from_pretrained(tmp_path)
+    restore(build_meta_model(str(bases["llama"]), lora, torch.float32, adapter=tmp_path), tmp_path)
+    with pytest.raises(CheckpointError, match="embed_tokens"):
+        restore(build_meta_model(str(bases["llama"]), lora, torch.float32), tmp_path)
 
 
 def ask_on_one_rank(rank: int, folder: Path, out: Path) -> str:
