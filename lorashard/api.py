@@ -132,7 +132,7 @@ def load(
         raise ConfigError(f"num_labels is for sequence classification: task_type is {lora.task_type}, not SEQ_CLS")
     profiled = parse_steps(profile_steps) if profile_steps else None
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
-    own_device = join_launch()
+    own_device = join_launch(will_train=True)
     device = own_device if device is None else with_index(device)
     dtype = _settle_dtype(dtype, device)
     compiling = read_compile_options(torch_compile, device, read_quantization(quantization))
@@ -225,7 +225,7 @@ def load_adapter(
     if config.is_prompt_learning and is_trainable:
         raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")
     config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
-    device = join_launch() if device is None else with_index(device)
+    device = join_launch(will_train=is_trainable) if device is None else with_index(device)
     dtype = _settle_dtype(dtype, device)
     meant = choose_quantization(folder, quantization)
     compiling = read_compile_options(torch_compile, device, meant)
@@ -292,7 +292,7 @@ def shard(
     for config in model.peft_config.values():
         check_config(config, is_in_memory=True, quantization=meant)
     check_unquantized(model, base_test(model))
-    own_device = join_launch()
+    own_device = join_launch(will_train=True)
     device = own_device if device is None else with_index(device)
     compiling = read_compile_options(torch_compile, device, meant)
     resolved = _resolve(options)
@@ -431,7 +431,7 @@ def engine_of(model: torch.nn.Module) -> Engine:
     )
 
 
-def join_launch(backend: str | None = None) -> torch.device:
+def join_launch(backend: str | None = None, *, will_train: bool = False) -> torch.device:
     """Take this process's place among the ranks of its launch, if a launcher started it; accelerate does the work.
 
     Returns the device that accelerate, and so Trainer, computes on: the GPU of the local rank, with its index, or the
@@ -442,6 +442,7 @@ def join_launch(backend: str | None = None) -> torch.device:
 
     Args:
         backend: of torch.distributed; the default is nccl, or gloo on the CPU.
+        will_train: warn where transformers' Trainer would use several GPUs from this one process.
 
     Raises:
         ConfigError: the launcher's world size and accelerate's differ, the device is neither a CUDA GPU nor the CPU, or
@@ -468,7 +469,19 @@ def join_launch(backend: str | None = None) -> torch.device:
         raise ConfigError(
             f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
         )
-    return torch.device("cpu") if state.device.type == "cpu" else with_index(state.device)  # it may say cpu:0
+    if state.device.type == "cpu":
+        return torch.device("cpu")  # accelerate may say cpu:0
+    device = with_index(state.device)
+    num_gpus = torch.cuda.device_count()
+    if will_train and num_gpus > 1 and state.distributed_type == DistributedType.NO:
+        _logger.warning(
+            "%d GPUs are visible, but no launcher has started this process, so the base is on %s alone: start the "
+            "script with accelerate launch or torchrun to train on all of them, or set CUDA_VISIBLE_DEVICES to one. "
+            "transformers' Trainer would wrap the model in nn.DataParallel, which cannot copy a sharded base",
+            num_gpus,
+            device,
+        )
+    return device
 
 
 def with_index(device: torch.device) -> torch.device:

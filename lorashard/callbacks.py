@@ -88,6 +88,7 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last = (time.perf_counter(), 0.0)
+        self._meter.begin_training()
         self._run.note_step(state.global_step, state.max_steps)
 
     def on_step_begin(self, args, state, control, **kwargs):

@@ -38,6 +38,11 @@ class RankMeter:
         self._told: dict[str, Any] = {}
         self._told_s = -math.inf
 
+    def begin_training(self) -> None:
+        """Count the peak from here: loading and probing are over, and the plan foretells none of them."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
     def read(self) -> dict[str, Any]:
         """Return the facts now."""
         stats = self._engine.stats()

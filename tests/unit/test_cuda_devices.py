@@ -42,6 +42,21 @@ def test_a_device_is_given_the_index_that_its_tensors_will_have(monkeypatch, cur
     assert api.with_index(torch.device("cpu")) == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "distributed_type", "will_train", "warns"),
+    ((2, "NO", True, True), (1, "NO", True, False), (2, "MULTI_GPU", True, False), (2, "NO", False, False)),
+)
+def test_several_gpus_without_a_launcher_are_told_of(
+    monkeypatch, caplog, current, num_gpus, distributed_type, will_train, warns
+):
+    """Catches a script whose Trainer ends somewhere in nn.DataParallel, and a warning to those who do not train."""
+    state = SimpleNamespace(num_processes=1, device=CUDA, distributed_type=distributed_type)
+    monkeypatch.setattr(api, "PartialState", lambda cpu: state)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert api.join_launch(will_train) == torch.device("cuda", 0)
+    assert [record.args for record in caplog.records] == [(num_gpus, torch.device("cuda", 0))] * warns
+
+
 def test_the_device_argument_is_given_its_index_too(monkeypatch, current):
     """Catches `load(device=torch.device("cuda"))`, which fails on one GPU although there is no other."""
     asked = []

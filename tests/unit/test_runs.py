@@ -17,6 +17,7 @@ import lorashard
 from lorashard import api, manifest
 from lorashard.callbacks import RunCallback
 from lorashard.config import RunConfig
+from lorashard.engine import Stats
 from lorashard.errors import ConfigError
 from lorashard.forecast import describe_training
 from lorashard.measuring import RankMeter
@@ -135,6 +136,19 @@ def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch
     advance(0, "log", logs={"loss": 1.0, "num_tokens": 200})
     speeds = [json.loads(line)["tokens_per_s"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert speeds == [10.0, 10.0]
+
+
+def test_the_peak_of_device_memory_is_that_of_training(monkeypatch, tmp_path):
+    """Catches a plan that looks wrong by what loading or the probe took at once, before the first step."""
+    peak_bytes = [80]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak_bytes[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak_bytes.__setitem__(0, 5))
+    engine = SimpleNamespace(stats=lambda: Stats(**dict.fromkeys(Stats.__dataclass_fields__, 0)))
+    meter = RankMeter(engine, 1)
+    monkeypatch.setattr(meter, "_ask_driver", dict)
+    RunCallback(Run(tmp_path, 0, 1), meter).on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
+    assert meter.read()["device_peak_bytes"] == 5
 
 
 def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
