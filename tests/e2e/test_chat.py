@@ -65,7 +65,7 @@ def test_without_a_template_lines_are_texts_to_go_on_with(task, plain):
     assert result.stderr.count("no chat template") == 1
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_chat_cleanly(task, ranks):
     """Catches a traceback, a rank that is left, or a launcher that waits for a line that nobody will type."""
     command = [*LORASHARD, "chat", "runs/answers", *GREEDY, "--cpu", ranks, "--placement", "shard"]

@@ -134,7 +134,6 @@ def steps_in(path: Path) -> list[int]:
     return [line["step"] for line in read_lines(path) if "loss" in line or "gathers" in line]
 
 
-@pytest.mark.slow
 def test_a_run_outlives_a_full_disk(task, disk, tmp_path):
     """A run of days that ends, at 3 a.m., because a line of metrics did not fit; or a last checkpoint cut in half."""
     out = disk / "run"
@@ -165,7 +164,6 @@ def test_a_run_outlives_a_full_disk(task, disk, tmp_path):
     assert not list(out.glob(".*partial"))
 
 
-@pytest.mark.slow
 def test_a_trained_adapter_that_does_not_fit_is_not_lost(task, disk, tmp_path):
     """A truncated adapter that loads; an error that does not say that nothing is lost, and how to go on."""
     out = disk / "run"
@@ -202,8 +200,7 @@ merge.merge_checkpoint(*map(Path, sys.argv[1:4]))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "in the middle"])
+@pytest.mark.parametrize("when", ["before", pytest.param("in the middle", marks=pytest.mark.slow)])
 def test_a_merge_that_does_not_fit_leaves_nothing_and_says_what_it_takes(tmp_path, disk, when):
     """An hour of work for a model that cannot fit; half a model that loads; room that is still taken afterwards."""
     base = build_base(hidden_size=128)

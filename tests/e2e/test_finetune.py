@@ -130,28 +130,6 @@ def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks, la
     assert json.loads((out / "status.json").read_text())["world_size"] == 2
 
 
-@pytest.mark.slow
-def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(task, two_ranks):
-    """The loss is a mean over the supervised tokens of all ranks: 1 x 4, 2 x 2 and 4 x 1 microbatches are one step.
-
-    The sums are made in another order, so the curves agree to 1e-4, not bit for bit.
-    """
-    rows = {1: 4, 2: 2, 4: 1}
-    curves = [
-        train(task, f"ranks{n}", cpu=n, per_device_train_batch_size=1, gradient_accumulation_steps=rows[n])
-        for n in (1, 2, 4)
-    ]
-    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_replicate_gives_the_same_bits(task, two_ranks):
-    """The placement changes speed and memory, never a bit of the result."""
-    train(task, "replicate", cpu=2, placement="replicate")
-    sharded, replicated = (load_file(task / out / "adapter_model.safetensors") for out in ("two_ranks", "replicate"))
-    assert all(torch.equal(sharded[name], replicated[name]) for name in sharded)
-
-
 def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
     """Resume that starts from zero, or with other rows or another learning rate, is what peers' users were burnt by."""
     options = dict(cpu=2, lora_dropout=0.1, save_strategy="steps", save_steps=2)

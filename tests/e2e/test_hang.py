@@ -18,8 +18,6 @@ from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.slow
-
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lorashard"]
 TIMEOUT_S = 10  # a loaded machine holds a thread up for seconds
@@ -208,7 +206,7 @@ def start(task: Path, tmp_path: Path) -> Iterator[Callable[..., Training]]:
 @pytest.mark.parametrize(
     ("phase", "stopped", "place"),
     [
-        ("tokenise", 1, "'tokenise', at "),
+        pytest.param("tokenise", 1, "'tokenise', at ", marks=pytest.mark.slow),
         ("train", 1, "'train' of step 1, at "),
     ],
 )
@@ -233,6 +231,7 @@ def test_a_stopped_rank_is_named_with_its_place(
     assert training.read_status()["phase"] == "failed"
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_watch_one_another_too(start: Callable[..., Training]) -> None:
     """Catches a watch that hangs on lorashard's own launcher."""
     training = start(TORCHRUN, {"train": 600})
@@ -247,6 +246,7 @@ def test_torchruns_ranks_watch_one_another_too(start: Callable[..., Training]) -
     assert training.read_log().count(error) == 2  # torchrun's summary
 
 
+@pytest.mark.slow
 def test_ranks_are_started_again_where_one_has_hung(start: Callable[..., Training]) -> None:
     """Catches a hang that counts as something said plainly, such as a user's mistake, which is not tried again."""
     training = start(LORASHARD, {"train": 600}, max_restarts=1)
@@ -257,6 +257,7 @@ def test_ranks_are_started_again_where_one_has_hung(start: Callable[..., Trainin
     assert training.read_status()["phase"] == "done"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_suspended_goes_on(start: Callable[..., Training]) -> None:
     """Catches a run that ends itself after Ctrl-Z, which stops the launcher, or once a scheduler stops all."""
     training = start(LORASHARD, {"train": 0.3}, max_steps=200)
@@ -294,7 +295,7 @@ def test_long_work_is_no_silence(start: Callable[..., Training]) -> None:
 
 def test_a_collective_that_ends_by_its_timeout_tells_where_ranks_stood(start: Callable[..., Training]) -> None:
     """Catches a rank whose main thread hangs, and beats on, that nobody can tell from one that waits for it."""
-    training = start(LORASHARD, {"train_1": 600}, ddp_timeout=30)
+    training = start(LORASHARD, {"train_1": 600}, ddp_timeout=15)
 
     assert training.finish() == 1
     log = (training.run / "logs" / "rank_0.log").read_text()

@@ -104,8 +104,7 @@ def check_names(name: str, found: tuple[list, list], places: dict[str, str], num
 ACCUMULATED = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 1])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rows_named_are_those_trained_on(task, num_ranks):
     """Loaders draw ahead, the next epoch's order comes with an epoch's last batch, and a resume draws from the start.
 
@@ -366,7 +365,6 @@ def test_a_loss_scaler_may_try_scales(task, poisoned):
     assert is_changed[-1], "the scaler never found its scale"
 
 
-@pytest.mark.slow
 def test_a_run_stops_in_one_line_and_goes_on_without_the_step(task, poisoned):
     """A person who is shown a traceback of two ranks, or none, or must begin anew, has lost the run."""
     options = {"model": task / "model", "dataset": poisoned, "output_dir": task / "cli", "cpu": 2, "max_steps": 9}

@@ -144,10 +144,10 @@ MOMENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ("phase", "number"),
     [
         ("tokenise", signal.SIGKILL),
-        slow("start", signal.SIGQUIT),
+        ("start", signal.SIGQUIT),
         slow("tokenise", signal.SIGQUIT),
         slow("load", signal.SIGQUIT),
-        slow("train", signal.SIGQUIT),
+        ("train", signal.SIGQUIT),
         slow("train", signal.SIGKILL),
     ],
 )
@@ -182,7 +182,6 @@ def test_a_run_that_is_ended_at_once_is_known_as_such(
         assert stderr.splitlines()[-1] == f"lorashard: {status['error']}"
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_is_asked_for_is_written_and_gone_on_from(task: Path, begin: Callable, tmp_path: Path):
     """A run that stops, that saves on one rank or again a step later, or whose checkpoint is worth less than others."""
     expected = train(task, "uninterrupted", max_steps=30, resume="auto")
@@ -229,7 +228,6 @@ def test_one_rank_of_torchrun_can_be_asked_for_a_checkpoint(task: Path, tmp_path
         kill_all(process)
 
 
-@pytest.mark.slow
 def test_a_run_of_torchrun_that_fails_before_its_training_says_so(task: Path, tmp_path: Path):
     """The status of the run before, which the person takes for this one's."""
     run = tmp_path / "run"

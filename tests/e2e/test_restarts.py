@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from finetune_support import LORASHARD, make_options
-from launch_support import Launch, keep_launches, wait_for_steps
+from launch_support import Launch, keep_launches, slow, wait_for_steps
 
 from lorashard.config import RunConfig
 from lorashard.group import Signals
@@ -119,8 +119,7 @@ def test_a_hang_is_started_again(start: Callable[[str], Launch]):
     assert stderr == "lorashard: error: rank 0 gives no sign of life: starting the ranks again (1 of 2)\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("word", "code"), [("mistake", 2), ("numbers", 1), ("stopped", 75)])
+@pytest.mark.parametrize(("word", "code"), [("mistake", 2), slow("numbers", 1), slow("stopped", 75)])
 def test_what_would_only_be_repeated_is_not_started_again(start: Callable[[str], Launch], word: str, code: int):
     """A user's mistake, or numbers that no training comes back from, that cost a GPU night."""
     launch = start(word)

@@ -84,7 +84,6 @@ def test_no_secret_of_the_environment_is_written_or_shown(task, trained):
     assert not find_secrets(trained, task / "trained", task / "hf")
 
 
-@pytest.mark.slow
 def test_no_secret_is_shown_where_something_fails(task):
     """Reports for a bug tracker and tracebacks are where tokens get out."""
     assert not find_secrets(run(task, "env", **SECRETS))
@@ -113,7 +112,6 @@ def test_no_secret_is_shown_where_something_fails(task):
     assert not find_secrets(result, task / "crashed")
 
 
-@pytest.mark.slow
 def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):
     """A traceback of each rank, in place of a line that names the file."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
@@ -123,7 +121,6 @@ def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):
     assert not (task / "refused" / "logs" / "rank_0.log").exists()
 
 
-@pytest.mark.slow
 def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
     """Its pickle runs when the run is resumed; or the person reads torch's advice on how to let it."""
     mark = tmp_path / "mark"
@@ -140,7 +137,6 @@ def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.slow
 def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained, tmp_path):
     """As above, by every command that takes an adapter."""
     mark = tmp_path / "mark"
@@ -164,7 +160,6 @@ def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained
     assert not out.exists() and not mark.exists()
 
 
-@pytest.mark.slow
 def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_path):
     """The same names, sizes and times, other numbers: the resumed run would train another model's adapter on."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
@@ -181,7 +176,6 @@ def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_pat
     assert "was trained on another base" in line and "model.safetensors" in line
 
 
-@pytest.mark.slow
 def test_code_of_a_model_is_named_and_not_run(task, tmp_path):
     """A model that comes with code runs it on every rank, unasked."""
     mark = tmp_path / "mark"
@@ -195,7 +189,6 @@ def test_code_of_a_model_is_named_and_not_run(task, tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.slow
 def test_a_link_out_of_a_base_reaches_no_merged_model(task, trained, tmp_path):
     """The private file that the link leads to would be published with the model."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))

@@ -95,13 +95,12 @@ def test_a_request_is_passed_on_and_waited_for(start: Callable[[str], Launch], n
     assert second.startswith(f"lorashard: stopped by {number.name}: the training had not begun")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
         ([signal.SIGINT, signal.SIGINT], 130),
-        ([signal.SIGTERM, signal.SIGTERM], 143),
-        ([signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 130),
+        slow([signal.SIGTERM, signal.SIGTERM], 143),
+        slow([signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 130),
     ],
 )
 def test_a_second_request_stops_at_once(start: Callable[[str], Launch], numbers: list[signal.Signals], code: int):
@@ -119,8 +118,7 @@ def test_a_second_request_stops_at_once(start: Callable[[str], Launch], numbers:
     assert stderr.splitlines()[1:] == [f"lorashard: stopped by {numbers[-1].name}, all ranks have ended"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGTERM)])
 def test_a_rank_whose_peer_died_does_not_save(start: Callable[[str], Launch], number: signal.Signals):
     """A rank that waits for an agreement with a dead one, until it is killed."""
     launch = start("save")
@@ -175,10 +173,11 @@ def check_refusal(task: Path, run: Path, owner: int) -> None:
     assert f"is owned by another run that is alive (process {owner} on" in second.stderr
 
 
-def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, start_run: Callable):
+@pytest.mark.parametrize("is_real", [False, slow(True)])
+def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, start_run: Callable, is_real: bool):
     """The exit code of a success or a crash, a checkpoint that nothing can go on from, a status that says it runs."""
-    run = task / "run"
-    process = start_run(LORASHARD, "run", is_real=True)
+    run = task / f"run_{is_real}"
+    process = start_run(LORASHARD, run.name, is_real)
     wait_for_steps(run, process)
     check_refusal(task, run, process.pid)
     process.send_signal(signal.SIGTERM)
@@ -193,8 +192,7 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, 
     assert stderr.splitlines()[-1].removeprefix("lorashard: ") == status["error"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, start_run: Callable, number: signal.Signals):
     """A cluster's torchrun, whose ranks know of a request only by what it sends them."""
     run = task / f"torchrun_{number.name}"

@@ -82,7 +82,6 @@ def test_kills_at_the_worst_moments_change_nothing(task, whole):
     assert_same_run(survive(task, "often", moments, slow_s=0.05), whole)
 
 
-@pytest.mark.slow
 def test_early_stopping_and_the_best_checkpoint_survive_kills(task):
     """Catches a patience that begins anew, a best checkpoint that is rotated away or forgotten, and training that goes
     on where early stopping had ended it.
@@ -130,7 +129,6 @@ def test_a_stop_at_an_epoch_s_end_leaves_its_evaluation_out_of_nothing(task):
     assert read_evaluations(out) == read_evaluations(expected) and 6 in read_evaluations(out)
 
 
-@pytest.mark.slow
 def test_a_killed_run_of_dpo_keeps_its_reference(task):
     """A reference adapter that is made anew from the trained one, or is left out of a checkpoint, moves the goal."""
     rows = [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()[:22]]
@@ -143,7 +141,6 @@ def test_a_killed_run_of_dpo_keeps_its_reference(task):
     assert_same_run(survive(task, "dpo_killed", moments, slow_s=0.05, **options), expected)
 
 
-@pytest.mark.slow
 def test_rows_that_are_grouped_by_length_come_in_the_same_order_again(task):
     """That order is drawn from whatever random state there is: a resumed epoch has others, and so has another rank."""
     options = {"cpu": 2, "train_sampling_strategy": "group_by_length"}
@@ -162,7 +159,7 @@ def test_rows_that_are_grouped_by_length_come_in_the_same_order_again(task):
     assert orders[0] != orders[1]
 
 
-WORLDS = [(1, "file"), (4, "host")]
+WORLDS = [(1, "file"), pytest.param(4, "host", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +177,6 @@ BATCH = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "placement"), WORLDS)
 def test_another_number_of_ranks_goes_on_with_the_same_rows(task, eight_rows, num_ranks, placement):
     """Rows that are seen twice or never after a move, and a last step of an epoch with another mean.
@@ -199,7 +195,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(task, eight_rows, nu
     assert ("holds the random states of 2 ranks" in said) == (num_ranks != 2)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_kept_is_refused_before_training(task, whole, alone):
     """A run that goes on with other rows looks healthy; one that is refused late has cost the one before."""
     shutil.copytree(whole, task / "refused_whole")
@@ -227,7 +222,6 @@ def test_what_cannot_be_kept_is_refused_before_training(task, whole, alone):
     assert "expected a complete checkpoint" in refuse(task, "refused", **ALONE, resume="true")
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
     """The newest one damaged costs two steps, not the run; and it must not be taken for the newest once more."""
     folder = shutil.copytree(whole, task / "damaged")

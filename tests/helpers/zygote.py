@@ -185,11 +185,14 @@ def _prepare(words: list[str]) -> None:
     """Make what an interpreter makes of its environment when it starts."""
     is_safe, program = _split(words) if words[0] == sys.executable else (False, [words[0]])
     _kept.extend([sys.stdin, sys.stdout, sys.stderr])
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    buffering = 0 if os.environ.get("PYTHONUNBUFFERED") else -1
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
-    sys.stdout.reconfigure(write_through=is_unbuffered, line_buffering=sys.stdout.isatty())
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        binary = os.fdopen(number, "wb", buffering, closefd=False)
+        is_by_line = number == 2 or os.isatty(number)
+        stream = io.TextIOWrapper(binary, "utf-8", errors, write_through=buffering == 0, line_buffering=is_by_line)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable(2)
     tempfile.tempdir = None
