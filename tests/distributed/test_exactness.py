@@ -125,6 +125,8 @@ def make_config(row: Row) -> PeftConfig:
         "tokens": {"trainable_token_indices": tokens},
         "upper": {"layers_to_transform": [2, 3]},
         "vocabulary": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+        "head": {"target_modules": ["q_proj", "lm_head"]},
+        "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
         "dora vocabulary": {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True},
         "pissa": {"init_lora_weights": "pissa"},
         "olora": {"init_lora_weights": "olora"},
@@ -220,7 +222,9 @@ def build_sharded(folder: Path, row: Row, rank: int) -> tuple[PeftModel, Results
         model = lorashard.shard(put_on_plain(folder, row, 7 + rank, False), **options)
     else:
         torch.manual_seed(7 + rank)
-        options |= {"dtype": DTYPES[row["dtype"]], "attn_implementation": row["attention"]}
+        options |= {"dtype": DTYPES[row["dtype"]]}
+        if row["attention"] != "sdpa":  # the default
+            options["attn_implementation"] = row["attention"]
         model = lorashard.load(str(folder / row["family"]), make_config(row), **options)
         assert model.get_base_model().config._attn_implementation == row["attention"]
     made = take_made(model)

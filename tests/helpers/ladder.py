@@ -109,6 +109,11 @@ PINNED: tuple[Row, ...] = (
     pin(scenarios="added", quantization="nf4", placement="replicate", source="memory", adapter="dora"),
     pin(family="mixtral", adapter="experts of a layer", prefetch=0),
     pin(adapter="ia3", quantization="nf4"),
+    # The head that a copy of it trains beside is what a pass without the adapter computes with.
+    pin(adapter="whole", quantization="nf4 vocabulary", source="memory", scenarios="passes"),
+    pin(adapter="tokens", quantization="nf4 vocabulary", source="memory", scenarios="passes"),
+    pin(adapter="head", family="llama-tied", prefetch=0),
+    pin(adapter="embedding", family="llama-tied", prefetch=0, checkpointing="non-reentrant"),
     pin(world=4, scenarios="several", placement="host", quantization="nf4 double", checkpointing="non-reentrant"),
     pin(world=4, scenarios="packed", family="llama-tied", rows=1, dtype="bfloat16", source="memory"),
 )
