@@ -371,10 +371,11 @@ def find_wrong_rows(folder: Path, rows: list[Row]) -> dict[str, Any]:
     return wrong
 
 
-PARTS = [slice(0, NUM_QUICK), pytest.param(slice(NUM_QUICK, None), marks=pytest.mark.slow)]
+PARTS = {"quick 1": slice(0, 6), "quick 2": slice(6, 12), "quick 3": slice(12, NUM_QUICK)}
+SLOW = pytest.param(slice(NUM_QUICK, None), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=["quick", "others"])
+@pytest.mark.parametrize("part", [*PARTS.values(), SLOW], ids=[*PARTS, "others"])
 def test_gradients_equal_plain_peft(bases, part):
     """A slot overwritten too early, a handle that restores another unit, a swallowed hook, a range read from the wrong
     place, a scale of another block, an adapter that each rank has drawn for itself: any wrong byte shows."""

@@ -105,7 +105,7 @@ def check_bytes(rank: int, folder: str) -> tuple[int, int, int]:
     return opened[0].bytes_read, opened[0].header_bytes, weights, lorashard.stats(model).bytes_at_rest
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_each_rank_reads_its_share_of_the_files(tmp_path, world_size):
     """A rank that reads the whole checkpoint makes loading as slow as the number of ranks."""
     folder = tmp_path / "model"
@@ -131,11 +131,11 @@ def check_peak(rank: int, folder: str) -> tuple[int, int, int]:
     return read("VmHWM") - before, stats.bytes_at_rest + stats.slot_bytes, unit
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("dtype", (pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32))
 def test_loading_holds_at_most_one_unit_beyond_the_shards(tmp_path, dtype):
     """A rank that holds the whole model for a moment cannot load a model that does not fit."""
     build_base("llama").save_pretrained(tmp_path / "small")
-    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=16)
+    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=8)
     base = build_base("llama", dtype, **sizes)
     base.save_pretrained(tmp_path / "large")
     whole_bytes = sum(p.numel() * 2 for p in base.parameters())
