@@ -65,7 +65,7 @@ from lorashard.engine import Packed
 from lorashard.model.layer_major import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
-CPU_BUDGET_S = 150  # the whole array: 75 models, plain and on one to four ranks
+CPU_BUDGET_S = 130  # the whole array: some 85 models, plain and on one to four ranks
 NUM_LAYERS = 4  # one more than there are slots, with a layer of prefetch
 # Rows of whole blocks of 64, which is what bitsandbytes' CPU kernel is right for.
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=NUM_LAYERS)
