@@ -20,6 +20,7 @@ from lorashard.errors import ConfigError
 from lorashard.model.compiling import compile_layers, read_compile_options
 from lorashard.placement import PlacementOptions
 
+CPU_BUDGET_S = 90  # torch compiles
 Results = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 # What torch.compile traces and differentiates, run by the kernels of eager mode: every bit can be compared.

@@ -43,6 +43,8 @@ from lorashard.plan.size import ModelSize, measure_model
 from lorashard.plan.trace import Microbatch, trace
 from lorashard.plan.tracker import Work
 
+CPU_BUDGET_S = 120  # peaks are measured with torch's profiler, at sizes that outweigh an allocator's rounding
+
 # -- collectives and gathers -------------------------------------------------------------------------------------------
 
 # One as the embedding and one as the head; a tied embedding stays in its slot in between.

@@ -121,11 +121,11 @@ MUTANTS: dict[str, Mutant] = {
         "return cls((get_rank() + 1) % size, size, *own)",
         "ranks of a group put one another's parts at the wrong places",
     ),
-    "group of the first": Mutant(
+    "groups across nodes": Mutant(
         "dist.py",
-        "if get_rank() in ranks:",
-        "if own is None:",
-        "all ranks talk in the first group: the others hang, or are refused",
+        "ranks = list(range(begin, begin + size))",
+        "ranks = list(range(begin // size, get_world_size(), get_world_size() // size))",
+        "the ranks that share a base are those of different nodes",
         ("tests/distributed/test_costs.py", "-k", "hybrid"),
     ),
     "hash not compared": Mutant(
