@@ -106,9 +106,10 @@ def _find_vocabulary(roots: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def _strip(module: nn.Module) -> nn.Module:
-    """Return a module without the adapters around it."""
-    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
-        module = inner
+    """Return a module without the adapters, and copies that train, around it."""
+    for name in ("base_layer", "original_module"):
+        if isinstance(inner := getattr(module, name, None), nn.Module):
+            return _strip(inner)
     return module
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
 from support import run_ranks
@@ -23,6 +22,7 @@ from lorashard.errors import ConfigError
 from lorashard.model.compiling import compile_layers, read_compile_options
 from lorashard.placement import PlacementOptions
 
+CPU_BUDGET_S = 90  # torch compiles
 Results = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 # What torch.compile traces and differentiates, run by the kernels of eager mode: every bit can be compared.
@@ -69,21 +69,16 @@ def compare_compiled(rank: int, cases: list[dict], lengths: Sequence[int]) -> di
 CASES = [
     (dict(placement="host", checkpointing="non-reentrant", dropout=0.1, target_modules=["q_proj", "down_proj"]), 1)
 ]
-ALL_CASES = [
-    (dict(layer_microbatch_size=1), 4),
-    (dict(prefetch=0), 4),
-    (dict(placement="replicate", prefetch=3), 4),
-    (dict(placement="host", family="llama-tied", checkpointing="reentrant"), 4),
-    (dict(layer_microbatch_size=1, checkpointing="non-reentrant"), 4),
-    (dict(family="qwen3", dtype=torch.bfloat16, checkpointing="non-reentrant"), 2),
-    (dict(resident_layers=2, activation_checkpointing_layers=3, checkpointing="non-reentrant"), 4),
+# Layers in pieces, resident and recomputed or not, on ranks that gather the others.
+RANKS = [
+    (dict(resident_layers=2, activation_checkpointing_layers=3, checkpointing="non-reentrant", prefetch=0), 4),
 ]
 
 
 @pytest.mark.parametrize(
     ("world_size", "cases", "lengths"),
-    [(1, CASES, (12, 12)), pytest.param(2, ALL_CASES, (12, 9, 9), marks=pytest.mark.slow)],
-    ids=["few", "all"],
+    [(1, CASES, (12, 12)), pytest.param(2, RANKS, (12, 9), marks=pytest.mark.slow)],
+    ids=["one rank", "ranks"],
 )
 def test_gradients_equal_plain_peft_and_layers_share_graphs(world_size, cases, lengths):
     """Catches a weight that the compiled code keeps for another unit's backward, and a guard that fails by layer."""
@@ -97,8 +92,8 @@ def test_gradients_equal_plain_peft_and_layers_share_graphs(world_size, cases, l
 def compare_modes(rank: int, folder: Path) -> list[str]:
     """Return what differs between a compiled and an uncompiled model in use: evaluation, generation, files."""
     plain = build_model()
-    sharded = lorashard.shard(build_model(), torch_compile=EXACT)
-    wrong = find_differences(train(sharded), train(plain))
+    sharded = lorashard.shard(build_model(), "host", torch_compile=EXACT)
+    wrong = find_differences(train(sharded, (12,)), train(plain, (12,)))
     for model in (plain, sharded):
         model.eval()
     batch = make_batch(seed=8)
@@ -121,7 +116,7 @@ def compare_modes(rank: int, folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_compiled_models_are_used_and_saved_as_others(tmp_path):
     """Catches `_orig_mod.` in an adapter's keys, a graph for each new token, and layers that quietly run uncompiled."""
-    assert run_ranks(compare_modes, 2, tmp_path) == [[], []]
+    assert run_ranks(compare_modes, 1, tmp_path) == [[]]
     compiled, plain = (load_file(tmp_path / f"{name}0" / "adapter_model.safetensors") for name in ("compiled", "plain"))
     assert find_differences(compiled, plain) == []
     restored = PeftModel.from_pretrained(build_base(), tmp_path / "compiled0")
@@ -132,17 +127,13 @@ def test_compiled_models_are_used_and_saved_as_others(tmp_path):
 def compare_inductor(rank: int) -> list[tuple[list[str], float]]:
     """Return what differs from the same layers compiled unsharded, and how far the loss is from the uncompiled one."""
     found = []
-    for case in (dict(checkpointing="non-reentrant"), dict(family="qwen3", dtype=torch.bfloat16)):
+    for case in (dict(checkpointing="non-reentrant", target_modules=["q_proj", "down_proj"]),):
         torch._dynamo.reset()
-        plain = train(build_model(**case))
+        plain = train(build_model(**case), (12,))
         model = build_model(**case)
         compile_layers(model.get_base_model().model.layers, read_compile_options(True, CPU))
-        if rank == 1:
-            dist.barrier()  # until what rank 0 has compiled is in torch's cache
-        unsharded = train(model)
-        if rank == 0:
-            dist.barrier()
-        sharded = train(lorashard.shard(build_model(**case), torch_compile=True))
+        unsharded = train(model, (12,))
+        sharded = train(lorashard.shard(build_model(**case), "host", torch_compile=True), (12,))
         loss = max(float((sharded[name] - plain[name]).abs()) for name in plain if name.endswith("loss"))
         found.append((find_differences(sharded, unsharded), loss))
     return found
@@ -151,9 +142,8 @@ def compare_inductor(rank: int) -> list[tuple[list[str], float]]:
 @pytest.mark.slow
 def test_inductor_gives_the_gradients_of_the_same_code_unsharded_and_the_same_loss():
     """Catches a weight of another unit in code that torch's own compiler makes: against eager it rounds otherwise."""
-    for (fp32, fp32_loss), (bf16, bf16_loss) in run_ranks(compare_inductor, 2):
-        assert fp32 == bf16 == []
-        assert fp32_loss < 1e-5 and bf16_loss < 0.01
+    for ((wrong, loss),) in run_ranks(compare_inductor, 1):
+        assert wrong == [] and loss < 1e-5
 
 
 class Adapted(nn.Module):

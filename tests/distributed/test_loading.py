@@ -10,31 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.bases import save_base
 from peft import LoraConfig, PeftModel, get_peft_model
 from support import run_ranks
 from tiny import NUM_LAYERS, build_base, fill_lora_b, find_differences, make_batch, take_gradients
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.checkpoint import Checkpoint
-
-MOE = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    pad_token_id=0,
-)
 
 
 def check_commits(rank: int, folder: str) -> str:
@@ -51,74 +38,6 @@ def test_ranks_with_two_commits_are_refused(tmp_path):
     for rank in range(2):
         save_base(tmp_path / "snapshots" / f"commit{rank}", "llama")
     assert all("found commit0 and commit1" in message for message in run_ranks(check_commits, 2, str(tmp_path)))
-
-
-def save_base(folder: Path, family: str) -> str:
-    torch.manual_seed(0)
-    if family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**MOE, num_local_experts=4))
-    elif family == "qwen3-moe":
-        model = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**MOE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
-        )
-    else:
-        model = build_base(family)
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
-    return str(folder)
-
-
-def compare(folder: str, dtype: torch.dtype, **options) -> list[str]:
-    """Return what differs from plain transformers and PEFT: adapters as made, logits, every gradient."""
-    config = lambda: LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options)  # noqa: E731
-    torch.manual_seed(7)
-    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), config())
-    torch.manual_seed(7)
-    loaded = lorashard.load(folder, config(), dtype=dtype)
-    trainable = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    wrong = find_differences({n: p for n, p in loaded.named_parameters() if p.requires_grad}, trainable)
-    wrong += [n for n, p in loaded.named_parameters() if p.requires_grad and p.dtype != trainable[n].dtype]
-    wrong += find_differences(dict(loaded.named_buffers()), dict(plain.named_buffers()))
-    if loaded.generation_config != plain.generation_config or loaded.training != plain.training:
-        wrong.append("generation config or mode")
-    results = []
-    for model in (plain, loaded):
-        fill_lora_b(model)
-        model.train()
-        output = model(**make_batch())
-        output.loss.backward()
-        results.append(take_gradients(model) | {"logits": output.logits.detach()})
-    return wrong + find_differences(results[1], results[0])
-
-
-def check_loads(rank: int, cases: list) -> dict:
-    found = {str((path, kwargs)): compare(path, **kwargs) for path, kwargs in cases}
-    return {case: wrong for case, wrong in found.items() if wrong}
-
-
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_a_loaded_model_equals_plain_transformers_and_peft(tmp_path, world_size):
-    """A range read from the wrong place, a wrong dtype or rotary buffer, an adapter drawn from other random numbers."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    folders = {family: save_base(tmp_path / family, family) for family in ("llama", "llama-tied", "qwen3")}
-    cases = [(folders["llama"], {"dtype": bf16}), (folders["llama"], {"dtype": fp32})]
-    cases += [(folders["llama-tied"], {"dtype": bf16}), (folders["qwen3"], {"dtype": bf16})]
-    cases += [(folders["llama"], {"dtype": fp32, "use_dora": True})]
-    cases += [(folders["llama"], {"dtype": fp32, "modules_to_save": ["lm_head"], "target_modules": ["q_proj"]})]
-    cases += [(folders["llama"], {"dtype": bf16, "target_modules": ["embed_tokens", "v_proj"]})]
-    assert run_ranks(check_loads, world_size, cases) == [{}] * world_size
-
-
-def test_converted_checkpoints_load_right(tmp_path):
-    """Experts are fused while they are read; a range of the fused tensor is many ranges of many stored ones."""
-    cases = [
-        (save_base(tmp_path / family, family), {"dtype": dtype, "target_modules": ["q_proj", "v_proj"]})
-        for family in ("mixtral", "qwen3-moe")
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    for case in cases:
-        keys = json.loads((Path(case[0]) / "model.safetensors.index.json").read_text())["weight_map"]
-        assert any("experts.3." in key for key in keys), "this checkpoint does not need a conversion"
-    assert run_ranks(check_loads, 2, cases) == [{}] * 2
 
 
 def check_reward(rank: int, folder: str) -> list[str]:
@@ -186,7 +105,7 @@ def check_bytes(rank: int, folder: str) -> tuple[int, int, int]:
     return opened[0].bytes_read, opened[0].header_bytes, weights, lorashard.stats(model).bytes_at_rest
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_each_rank_reads_its_share_of_the_files(tmp_path, world_size):
     """A rank that reads the whole checkpoint makes loading as slow as the number of ranks."""
     folder = tmp_path / "model"
@@ -212,11 +131,11 @@ def check_peak(rank: int, folder: str) -> tuple[int, int, int]:
     return read("VmHWM") - before, stats.bytes_at_rest + stats.slot_bytes, unit
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("dtype", (pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32))
 def test_loading_holds_at_most_one_unit_beyond_the_shards(tmp_path, dtype):
     """A rank that holds the whole model for a moment cannot load a model that does not fit."""
     build_base("llama").save_pretrained(tmp_path / "small")
-    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=16)
+    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=8)
     base = build_base("llama", dtype, **sizes)
     base.save_pretrained(tmp_path / "large")
     whole_bytes = sum(p.numel() * 2 for p in base.parameters())

@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
+from accelerate.state import PartialState
 from merge_support import (
     disturb,
     make_tokenizer,
@@ -369,36 +374,33 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path, monkeypatch, error):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-import torch
-from lorashard.merging import merge, writing
-adapter, out, base, how = sys.argv[1:5]
-if how.startswith("rank"):
-    store, rank = sys.argv[5:]
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-if how == "limit":
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-else:
+def merge_slowly(folder: Path, how: str, is_writing: Event, store: Path, rank: int) -> None:
+    """Merge, and stand still in the middle, or where no file may grow any more: in a process of its own."""
+    PartialState._reset_state()
+    if how == "rank":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    if how == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     original = writing.TensorWriter.write
+
     def write(self, key, begin, values):
         original(self, key, begin, values)
-        if "layers.1" in key or how == "rank" and rank == "1":
-            print("writing", flush=True)
-            time.sleep(0 if how == "rank" and rank == "0" else 60)
+        if how == "wait" and "layers.1" in key or how == "rank" and rank == 1:
+            is_writing.set()
+            time.sleep(60)
+
     writing.TensorWriter.write = write
-merge.merge_checkpoint(Path(adapter), Path(out), Path(base))
-"""
+    merge_checkpoint(folder / "adapter", folder / "out", folder / "base")
 
 
-def start(tmp_path: Path, how: str, *more: str) -> subprocess.Popen:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    arguments = [str(tmp_path / name) for name in ("adapter", "out", "base")]
-    command = [sys.executable, str(script), *arguments, how, *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(tmp_path: Path, how: str, rank: int = 0) -> tuple[multiprocessing.Process, Event]:
+    """Return a forked process that merges, and what is set when it stands still."""
+    context: Any = multiprocessing.get_context("fork")
+    is_writing = context.Event()
+    store = tmp_path / "adapter" / "store"
+    process = context.Process(target=merge_slowly, args=(tmp_path, how, is_writing, store, rank), daemon=True)
+    process.start()
+    return process, is_writing
 
 
 def prepare(tmp_path: Path) -> None:
@@ -407,41 +409,43 @@ def prepare(tmp_path: Path) -> None:
 
 
 def names_in(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in tmp_path.iterdir() if path.name != "script.py")
+    return sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_nothing(tmp_path):
+def test_a_full_disk_leaves_nothing(tmp_path, capfd):
     """A file that could not grow any more, published all the same."""
     prepare(tmp_path)
-    process = start(tmp_path, "limit")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0 and "CheckpointError" in errors and "could not be written" in errors
+    process, _ = start(tmp_path, "limit")
+    process.join(timeout=60)
+    errors = capfd.readouterr().err
+    assert process.exitcode == 1 and "CheckpointError" in errors and "could not be written" in errors
     assert names_in(tmp_path) == ["adapter", "base"]
 
 
 def test_sigterm_leaves_nothing(tmp_path):
     """Job schedulers send SIGTERM, which ends Python without any finally."""
     prepare(tmp_path)
-    process = start(tmp_path, "wait")
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    process, is_writing = start(tmp_path, "wait")
+    assert is_writing.wait(60)
+    process.terminate()
+    process.join(timeout=60)
+    assert process.exitcode == 128 + signal.SIGTERM
     assert names_in(tmp_path) == ["adapter", "base"]
 
 
 def test_ranks_that_survive_a_killed_one_leave_nothing(tmp_path):
     """A rank that waits for ever for one that is gone, or leaves the folder that they shared."""
     prepare(tmp_path)
-    store = str(tmp_path / "adapter" / "store")
-    ranks = [start(tmp_path, "rank", store, str(rank)) for rank in range(2)]
+    (first, _), (second, is_writing) = (start(tmp_path, "rank", rank) for rank in range(2))
     try:
-        assert ranks[1].stdout.readline() == "writing\n"
-        ranks[1].kill()
-        assert ranks[0].wait(timeout=60) != 0
+        assert is_writing.wait(60)
+        second.kill()
+        first.join(timeout=60)
+        assert first.exitcode not in (0, None)
     finally:
-        for process in ranks:
+        for process in (first, second):
             process.kill()
-            process.wait()
+            process.join()
     assert names_in(tmp_path) == ["adapter", "base"]
 
 
@@ -449,12 +453,12 @@ def test_ranks_that_survive_a_killed_one_leave_nothing(tmp_path):
 def test_what_a_killed_merge_left_is_removed(tmp_path, how):
     """Nobody can clean up after SIGKILL but the next one to come; what another living merge writes must stay."""
     prepare(tmp_path)
-    process = start(tmp_path, "wait")
-    assert process.stdout.readline() == "writing\n"
+    process, is_writing = start(tmp_path, "wait")
+    assert is_writing.wait(60)
     remove_partial(tmp_path / "out")
     assert len(names_in(tmp_path)) == 3, "a running merge's folder was removed"
     process.kill()
-    process.wait()
+    process.join()
     assert not (tmp_path / "out").exists() and len(names_in(tmp_path)) == 3
     if how == "launcher":
         remove_partial(tmp_path / "out")

@@ -1,9 +1,11 @@
-"""Adapters that look at a quantised base when they begin, or are put on one that is in memory already."""
+"""LoftQ on a quantised base, PiSSA's residual in its files, and what is refused.
+
+That adapters begin from the quantised numbers, and train as on them, the exactness ladder shows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,73 +13,23 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from helpers.scenarios import one_step, run_scenario
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.loftq_utils import _low_rank_decomposition
 from support import run_ranks
-from tiny import build_base, find_differences, make_batch, set_checkpointing
+from tiny import build_base, find_differences
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 import lorashard
-from lorashard.errors import ConfigError
+from lorashard.errors import ConfigError, ShardError
 from lorashard.model.loftq import make_lora
 
-Results = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-VOCABULARY = lorashard.Quantization("nf4", has_vocabulary=True)
-
-
-@dataclass(frozen=True)
-class Case:
-    """An adapter on a base in nf4.
-
-    Attributes:
-        config: makes the adapter's.
-        base: which of `save_bases`.
-        placement: options of `load`.
-        has_vocabulary: whether the embedding and the LM head are quantised too.
-    """
-
-    config: Callable[[], PeftConfig]
-    base: str = "dense"
-    checkpointing: str = "off"
-    placement: dict[str, Any] = field(default_factory=lambda: {"placement": "shard"})
-    has_vocabulary: bool = False
 
 
 def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | options)
-
-
-CASES = {
-    "DoRA": Case(lambda: lora(use_dora=True)),
-    "DoRA, host, checkpointing": Case(
-        lambda: lora(use_dora=True, target_modules="all-linear"),
-        checkpointing="non-reentrant",
-        placement={"placement": "host"},
-    ),
-    "DoRA, replicate, checkpointing": Case(
-        lambda: lora(use_dora=True), checkpointing="reentrant", placement={"placement": "replicate"}
-    ),
-    "DoRA on the vocabulary": Case(
-        lambda: lora(use_dora=True, target_modules=["q_proj", "embed_tokens", "lm_head"]), has_vocabulary=True
-    ),
-    "modules_to_save": Case(lambda: lora(modules_to_save=["lm_head", "up_proj"]), has_vocabulary=True),
-    "trainable_token_indices": Case(
-        lambda: lora(trainable_token_indices={"embed_tokens": [1, 2], "lm_head": [1, 2]}), has_vocabulary=True
-    ),
-    "target_parameters": Case(
-        lambda: lora(
-            target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        ),
-        base="experts",
-        checkpointing="non-reentrant",
-    ),
-    "experts without an adapter": Case(lambda: lora(target_modules=["q_proj"]), base="experts"),
-    "layer_replication": Case(lambda: lora(layer_replication=[[0, 3], [1, 4]])),
-    "IA3": Case(lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
-    "backward ends early": Case(lambda: lora(layers_to_transform=[2, 3]), checkpointing="non-reentrant"),
-}
 
 
 def dequantise(weight: torch.Tensor) -> torch.Tensor:
@@ -86,88 +38,8 @@ def dequantise(weight: torch.Tensor) -> torch.Tensor:
     return bnb.dequantize_4bit(packed, state).view(weight.shape)
 
 
-@torch.no_grad()
-def dequantise_base(model: nn.Module, has_vocabulary: bool = False) -> None:
-    """Replace the linear weights of decoder layers, and experts, by what quantising makes of them."""
-    done = set()
-    for name, parameter in model.named_parameters():
-        is_adapter = any(part in name for part in ("lora_", "modules_to_save", "token_adapter"))
-        is_vocabulary = has_vocabulary and ("lm_head" in name or "embed_tokens" in name)
-        is_in_layer = ".layers." in f".{name}" and ".gate." not in name
-        if not is_adapter and parameter.dim() > 1 and (is_in_layer or is_vocabulary) and parameter not in done:
-            parameter.copy_(dequantise(parameter.data))
-            done.add(parameter)
-
-
 def save_bases(folder: Path) -> None:
     build_base("llama", torch.bfloat16, **SIZES).save_pretrained(folder / "dense")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SIZES,
-        vocab_size=97,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "experts")
-
-
-def disturb(model: PeftModel) -> PeftModel:
-    """Make every tensor that trains count: many begin as zero."""
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
-    return model.train()
-
-
-def train(model: PeftModel) -> Results:
-    """Return the gradients and losses of two microbatches."""
-    found: Results = {}
-    for number in range(2):
-        loss = model(**make_batch(number)).loss
-        loss.backward()
-        found[f"loss {number}"] = loss.detach()
-    found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    assert len(found) > 2
-    return found
-
-
-def train_plain(base: PreTrainedModel, case: Case) -> Results:
-    """Train plain PEFT on the dequantised base."""
-    dequantise_base(base, case.has_vocabulary)
-    torch.manual_seed(7)
-    model = get_peft_model(base, case.config())
-    set_checkpointing(model, case.checkpointing)
-    return train(disturb(model))
-
-
-def compare_loaded(rank: int, folder: Path, expected: dict[str, Results]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, case in CASES.items():
-        torch.manual_seed(7)
-        quantization = VOCABULARY if case.has_vocabulary else "nf4"
-        path = str(folder / case.base)
-        model = lorashard.load(path, case.config(), dtype=torch.bfloat16, quantization=quantization, **case.placement)
-        set_checkpointing(model, case.checkpointing)
-        wrong = find_differences(train(disturb(model)), expected[name])
-        if wrong:
-            found[name] = wrong
-    return found
-
-
-def test_adapters_begin_from_the_quantised_base(tmp_path):
-    """DoRA's magnitudes, whole modules and rows of the embedding must come from the numbers that are computed with:
-    from those in the files they would train another model, which no loss curve shows."""
-    save_bases(tmp_path)
-    expected = {
-        name: train_plain(AutoModelForCausalLM.from_pretrained(tmp_path / case.base, dtype=torch.bfloat16), case)
-        for name, case in CASES.items()
-    }
-    assert run_ranks(compare_loaded, 2, tmp_path, expected) == [{}, {}]
 
 
 def check_loftq(rank: int, folder: Path) -> list[str]:
@@ -194,32 +66,9 @@ def test_loftq_begins_as_peft_computes_it(tmp_path):
     assert run_ranks(check_loftq, 2, tmp_path) == [[], []]
 
 
-MEMORY_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "PiSSA": (dict(init_lora_weights="pissa"), {"placement": "shard"}),
-    "OLoRA": (dict(init_lora_weights="olora"), {"placement": "host"}),
-    "DoRA": (dict(use_dora=True), {"placement": "replicate"}),
-    "layer_microbatch_size": ({}, {"placement": "shard", "layer_microbatch_size": 2}),
-}
-
-
 def put_in_memory(options: dict[str, Any]) -> PeftModel:
     torch.manual_seed(7)
     return get_peft_model(build_base(**SIZES), lora(**options))
-
-
-def add_more(model: PeftModel, folder: Path) -> Results:
-    """Put adapters that read the base on a model, and train them."""
-    torch.manual_seed(9)
-    model.add_adapter("dora", lora(use_dora=True))
-    model.add_adapter("whole", lora(modules_to_save=["up_proj"]))
-    model.add_weighted_adapter(["default", "dora"], [0.7, 0.3], "mixed", combination_type="svd")
-    model.load_adapter(str(folder / "dora"), "loaded", is_trainable=True)
-    found: Results = {}
-    for name in ("dora", "whole", "mixed", "loaded"):
-        model.set_adapter(name)
-        model.zero_grad()
-        found |= {f"{name}: {key}": value for key, value in train(disturb(model)).items()}
-    return found
 
 
 def save_residual(folder: Path) -> None:
@@ -230,49 +79,26 @@ def save_residual(folder: Path) -> None:
     model.unload().save_pretrained(folder / "residual")
 
 
-def compare_in_memory(rank: int, folder: Path, expected: dict[str, Results]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, (options, placement) in MEMORY_CASES.items():
-        model = lorashard.shard(put_in_memory(options), quantization="nf4", **placement)
-        wrong = find_differences(train(disturb(model)), expected[name])
-        if name == "DoRA":
-            wrong += find_differences(add_more(model, folder), expected["added"])
-        if wrong:
-            found[name] = wrong
-    model = lorashard.load_adapter(
-        folder / "pissa_init",
-        str(folder / "residual"),
-        "shard",
-        dtype=torch.float32,
-        is_trainable=True,
-        quantization="nf4",
-    )
-    wrong = find_differences(train(disturb(model)), expected["PiSSA"])
-    if wrong:
-        found["PiSSA from files"] = wrong
-    model = lorashard.shard(put_in_memory({}), quantization="nf4", placement="shard")
-    train(disturb(model))
-    wrong = find_differences(add_more(model, folder), expected["added on shards"])
-    return found | ({"added on shards": wrong} if wrong else {})
-
-
-def test_a_model_in_memory_is_quantised_as_it_is(tmp_path):
-    """PiSSA's base is what PEFT left of it: quantising the weights of the files instead would count the adapter's part
-    twice. What is added later must read the quantised numbers, wherever they rest."""
+def test_a_residual_of_pissa_is_quantised_as_in_memory(tmp_path):
+    """Quantising the original weights instead would count the adapter's part twice."""
     save_residual(tmp_path)
-    put_in_memory({"use_dora": True}).save_pretrained(tmp_path / "dora")
-    expected: dict[str, Results] = {}
-    for name, (options, _) in MEMORY_CASES.items():
-        model = put_in_memory(options)
-        dequantise_base(model)
-        expected[name] = train(disturb(model))
-        if name == "DoRA":
-            expected["added"] = add_more(model, tmp_path)
-    model = put_in_memory({})
-    dequantise_base(model)
-    train(disturb(model))
-    expected["added on shards"] = add_more(model, tmp_path)
-    assert run_ranks(compare_in_memory, 2, tmp_path, expected) == [{}, {}]
+    options: dict[str, Any] = {"dtype": torch.float32, "is_trainable": True, "quantization": "nf4"}
+    loaded = lorashard.load_adapter(tmp_path / "pissa_init", str(tmp_path / "residual"), "host", **options)
+    made = lorashard.shard(put_in_memory({"init_lora_weights": "pissa"}), "replicate", quantization="nf4")
+    found, expected = (run_scenario(one_step, model.train()) for model in (loaded, made))
+    assert find_differences(found, expected) == []
+
+
+def check_reading(rank: int) -> None:
+    model = lorashard.shard(put_in_memory({}), "shard", quantization="nf4")
+    weight = model.get_base_model().model.layers[-1].self_attn.q_proj.base_layer.weight
+    with pytest.raises(ShardError, match="q_proj.*is sharded"):
+        weight + 1
+
+
+def test_a_sharded_weight_of_a_quantised_base_cannot_be_read():
+    """Catches bytes of four-bit numbers, or zeros, that are taken for the weight."""
+    assert run_ranks(check_reading, 2) == [None, None]
 
 
 def quantised_elsewhere() -> PeftModel:

@@ -1,8 +1,7 @@
-"""What a quantised base costs: bytes at rest, on the wire, in memory and on disk; and a cache that is never half."""
+"""A quantised base on the disk: a cache that is asked for, made once, told apart, and never half."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import multiprocessing
 import os
@@ -14,14 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.bases import save_base
 from peft import LoraConfig, PeftModel
 from support import run_ranks
-from test_loading import save_base
-from test_memory import count_live_bytes
 from tiny import NUM_LAYERS, build_base, fill_lora_b, find_differences, make_batch, set_checkpointing, take_gradients
 
 import lorashard
-from lorashard.engine import Packed, Placeholder
 from lorashard.errors import CheckpointError
 from lorashard.model import converted, sources
 
@@ -29,8 +26,6 @@ DOUBLE = lorashard.Quantization("nf4", double_quant=True)
 FORMATS = {"nf4": "nf4", "nf4 double": DOUBLE, "int8": "int8", "fp8": "fp8"}
 # As in large models: the MLP is 2.75 times as wide, so that norms and padding are nothing beside the linears.
 SIZES = dict(hidden_size=128, intermediate_size=352, vocab_size=512)
-LAYER_NUMEL = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 352
-NORMS_NUMEL = 2 * 128
 
 
 @pytest.fixture(autouse=True)
@@ -61,98 +56,6 @@ def load(folder: str, quantization: object = "nf4", checkpointing: str = "off", 
 def one_step(model: PeftModel) -> dict[str, torch.Tensor]:
     model(**make_batch()).loss.backward()
     return take_gradients(model)
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-def check_bytes(rank: int, folder: str, world_size: int) -> dict[str, dict[str, int]]:
-    found = {}
-    for (name, quantization), placement in itertools.product({"none": None, **FORMATS}.items(), ("shard", "host")):
-        model = load(folder, quantization, placement=placement)
-        one_step(model)
-        stats, units = lorashard.stats(model), lorashard.api.engine_of(model).units
-        total = {unit.name: unit.layout.total_bytes for unit in units}
-        # Down after up, the layers that are still in the slots are free.
-        passes = (2 * NUM_LAYERS - 3) * total["layers.0"] + total["embedding"] + total["head"]
-        assert stats.gathered_bytes == passes, (name, placement)
-        assert stats.copied_bytes == (passes // world_size if placement == "host" else 0), (name, placement)
-        rest = [stats.bytes_at_rest, stats.host_bytes_at_rest]
-        expected = sum(unit.layout.shard_bytes for unit in units)
-        assert rest == ([0, expected] if placement == "host" else [expected, 0]), (name, placement)
-        packed = [weight.placeholder.numel() for unit in units for weight in unit.weights if weight.packing]
-        assert stats.workspace_bytes == max(packed, default=0) * 2, (name, placement)
-        found[name] = {"layer": total["layers.0"], "used": sum(field.num_bytes for field in units[1].layout.fields)}
-    return found
-
-
-def test_packed_bytes_are_what_is_gathered_copied_and_kept(folder):
-    """Numbers unpacked before they are sent, or kept beside their bytes, would cost as much as an unquantised base."""
-    (found, _) = run_ranks(check_bytes, 2, folder, 2)
-    per_number = {
-        "none": 2,
-        "nf4": 1 / 2 + 4 / 64,  # 1/3.56 of bf16's
-        "nf4 double": 1 / 2 + 1 / 64 + 4 / (64 * 256),  # 1/3.88
-    }
-    for name, expected in per_number.items():
-        used = LAYER_NUMEL * expected + NORMS_NUMEL * 2
-        assert used <= found[name]["used"] <= used + 7 * 8, name  # of double quantisation an offset for each weight
-    rows = 128 + 64 + 64 + 128 + 2 * 352 + 128
-    for name in ("int8", "fp8"):
-        assert found[name]["used"] == LAYER_NUMEL + 4 * rows + NORMS_NUMEL * 2
-    ratios = {name: found["none"]["layer"] / one["layer"] for name, one in found.items()}  # with the padding
-    assert ratios["nf4"] > 3.5 and ratios["nf4 double"] > 3.6 and min(ratios["int8"], ratios["fp8"]) > 1.9, ratios
-
-
-def list_storages() -> dict[int, int]:
-    """Return {address: bytes} of every storage that a reachable tensor holds."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, (Placeholder, Packed))]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def measure_kept(model: PeftModel) -> int:
-    """Return the bytes that a forward keeps for its backward, with so few tokens that weights would outweigh them."""
-    batch = make_batch(rows=1, tokens=4)
-    model(**batch).loss.backward()  # what is made once is made here
-    kept = []
-    for _ in range(3):  # the heap is other threads' too, who take more now and then
-        before = count_live_bytes()
-        loss = model(**batch).loss
-        kept.append(count_live_bytes() - before)
-        loss.backward()
-    return min(kept)
-
-
-def check_memory(rank: int, folder: str) -> dict[str, object]:
-    kept = {}
-    for quantization, checkpointing in itertools.product((None, "nf4"), ("off", "non-reentrant")):
-        model = load(folder, quantization, checkpointing, placement="shard")
-        kept[quantization, checkpointing] = measure_kept(model)
-    del model
-    before = list_storages()
-    model = load(folder, DOUBLE, placement="shard")
-    model(**make_batch(rows=1, tokens=4)).loss.backward()
-    model.zero_grad()
-    engine = lorashard.api.engine_of(model)
-    allowed = {slot.address for slot in engine.pool} | {unit.home.shard.data_ptr() for unit in engine.units}
-    allowed |= {buffer.data_ptr() for unit in engine.units for buffer in unit.workspace._buffers}
-    smallest = 64 * 128  # k_proj, in 8 bits
-    others = {a: n for a, n in list_storages().items() if a not in before and a not in allowed and n >= smallest}
-    return {"kept": kept, "others": others}
-
-
-def test_nothing_of_the_base_is_unpacked_but_in_the_workspace(folder):
-    """Numbers that autograd keeps, or a copy on the module, would be the whole base in bf16 after one forward."""
-    for found in run_ranks(check_memory, 2, folder):
-        assert found["others"] == {}
-        for checkpointing in ("off", "non-reentrant"):
-            kept, plain = (found["kept"][quantization, checkpointing] for quantization in ("nf4", None))
-            assert abs(kept - plain) < LAYER_NUMEL // 4, (checkpointing, kept, plain)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def take_bytes(model: PeftModel) -> dict[str, torch.Tensor]:

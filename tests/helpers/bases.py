@@ -1,15 +1,47 @@
-"""Small bases for runs that are real but short."""
+"""Small bases on the disk: for runs that are real but short, and for what is sharded."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny import build_base
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 DEMO_BASE = Path(__file__).parents[2] / "examples/demo/base"
+MOE: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+
+
+def save_base(folder: Path, family: str, **sizes: Any) -> str:
+    """Save a seeded base in bf16, in several files; of experts one by one, as hubs have them. Return its folder."""
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**MOE | sizes, num_local_experts=4))
+    elif family == "qwen3-moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE | sizes, **experts))
+    else:
+        model = build_base(family, **sizes)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    return str(folder)
 
 
 def write_small_base(folder: Path) -> Path:
