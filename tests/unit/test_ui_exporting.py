@@ -47,10 +47,5 @@ def test_a_verification_is_of_the_merged_model_that_was_chosen(root):
     """Catches a verification of another folder, and one that a name leads out of the folder of runs."""
     _, words = exporting.check_verify(root, "first", "full", ["--cpu", "1"])
     assert words == ["--merged", f"{root}/full", "--cpu", "1"]
-        "--merged",
-        f"{root}/full",
-        "--cpu",
-        "1",
-    ]
     with pytest.raises(ConfigError):
         exporting.check_verify(root, "first", "../full", ["--cpu", "1"])
