@@ -6,6 +6,7 @@ pytest.importorskip("gradio")
 
 from lorashard_ui.drawing.markup import Markup, badge, join, link, note, table, tag
 from lorashard_ui.pages import run_markup
+from lorashard_ui.pages.chat import draw_talk
 from lorashard_ui.pages.runs import choose_order, draw_runs, filter_runs, sort_runs
 from lorashard_ui.reading.paces import Progress
 from lorashard_ui.reading.samples import Sample
@@ -33,6 +34,7 @@ def test_text_is_escaped_wherever_it_enters():
         run_markup.draw_samples([Sample(1, EVIL, EVIL)], run_markup.ALL_PROMPTS),
         run_markup.draw_samples([Sample(1, EVIL, EVIL)], EVIL),
         draw_runs([make_summary(EVIL, model=EVIL)], {}, {"by": "name", "down": True}),
+        draw_talk("adapter", [{"role": "user", "content": EVIL}, {"role": "assistant", "content": EVIL}]),
     ]
     for markup in shown:
         assert isinstance(markup, Markup)
