@@ -39,7 +39,9 @@ class Popen(ForkingPopen):
         process.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             socket.send_fds(requests, [json.dumps(request).encode()], list(streams))
-            return int(requests.recv(100))
+            answer = requests.recv(100)
+            assert answer, "the process that forks has ended: its stderr says why"
+            return int(answer)
         finally:
             process.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 

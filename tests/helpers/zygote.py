@@ -301,9 +301,12 @@ def _warm_up() -> None:
 
 
 def main() -> None:
+    from lorashard.output import leave_out_notices
+
     gc.disable()
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     os.execvp = _execvp  # type: ignore[assignment]
+    leave_out_notices()
     for name in MODULES:
         importlib.import_module(name)
     _find_home_places(os.environ["HF_HOME"])
@@ -311,7 +314,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests.set_inheritable(False)
+    serve(requests)
 
 
 if __name__ == "__main__":
