@@ -135,7 +135,7 @@ def check_peak(rank: int, folder: str) -> tuple[int, int, int]:
 def test_loading_holds_at_most_one_unit_beyond_the_shards(tmp_path, dtype):
     """A rank that holds the whole model for a moment cannot load a model that does not fit."""
     build_base("llama").save_pretrained(tmp_path / "small")
-    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=8)
+    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=8192, num_hidden_layers=16)
     base = build_base("llama", dtype, **sizes)
     base.save_pretrained(tmp_path / "large")
     whole_bytes = sum(p.numel() * 2 for p in base.parameters())

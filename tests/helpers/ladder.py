@@ -93,7 +93,7 @@ PINNED: tuple[Row, ...] = (
     pin(adapter="whole, tied", family="llama-tied", checkpointing="reentrant"),
     pin(adapter="dora vocabulary", quantization="nf4 vocabulary", source="memory", scenarios="several"),
     # What PiSSA and OLoRA leave of the base is what is quantized, once.
-    pin(adapter="olora", quantization="nf4", placement="host", source="memory"),
+    pin(adapter="olora", quantization="nf4", placement="host", source="memory", scenarios="fused"),
     pin(adapter="pissa", quantization="fp8", placement="shard, one resident"),
     # Backward ends above what checkpoints itself and asks for gradients of the embedding's output.
     pin(adapter="upper", checkpointing="reentrant", rows=1, source="memory"),

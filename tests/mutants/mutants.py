@@ -49,7 +49,6 @@ MUTANTS: dict[str, Mutant] = {
         "            if not visit.holds:\n                visit.unit.reshard",
         "            if True:\n                visit.unit.reshard",
         "the head is gone when a fused loss reads it",
-        ("tests/distributed/test_exactness.py", "-k", "others or quick"),
     ),
     "wrong victim": Mutant(
         "engine/schedule.py",
