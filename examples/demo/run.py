@@ -58,14 +58,14 @@ def main() -> None:
 
 def answer(questions: list[str], adapter: Path | None) -> list[str]:
     """Return the model's greedy answers, made with transformers and PEFT alone, without lorashard."""
+    from lorashard.output import leave_out_notices
+
+    leave_out_notices()  # which importing and using PEFT brings up, and which are not about this
     import torch  # imported here, because it takes seconds and the reader should know by then what is going on
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from lorashard.output import leave_out_notices
-
-    leave_out_notices()  # of PEFT's, which are not about this
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model, more threads cost more than they bring
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", padding_side="left")
