@@ -61,7 +61,7 @@ def answer(questions: list[str], adapter: Path | None) -> list[str]:
     from lorashard.importing import quick_imports
     from lorashard.output import leave_out_notices
 
-    leave_out_notices()  # of PEFT's, which are not about this
+    leave_out_notices()  # which importing and using PEFT brings up, and which are not about this
     with quick_imports():  # here, because it takes seconds and the reader should know by then what is going on
         import torch
         from peft import PeftModel
