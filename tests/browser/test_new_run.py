@@ -86,8 +86,9 @@ def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     assert page.locator("#preview .label", has_text="learnt").count() == 3
     shoot(page, "new-run", height=1500)
     page.emulate_media(color_scheme="dark")
-    learnt = page.locator("#preview .textspan", has_text="learnt").first.locator(".text").first
-    shade = learnt.evaluate("e => getComputedStyle(e).color.match(/\\d+/g).map(Number)")
+    shade = page.locator("#preview .token.highlighted .text").first.evaluate(
+        "e => getComputedStyle(e).color.match(/\\d+/g).map(Number)"
+    )
     assert min(shade[:3]) > 200, shade
 
     words = shlex.split(read_code(page, "command"))

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from browser.browser_support import check_no_overflow, open_page, shoot
 
-NAMES = ("table apple", "table berry", "table cherry")
+NAMES = ("sft-base", "sft-rank-32", "sft-rank-8")
 
 
 def list_names(page) -> list[str]:
@@ -25,44 +25,44 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 12, "time": 1, "loss": loss}) + "\n")
     open_page(page)
-    apple, berry, cherry = NAMES
-    page.get_by_label("Filter").fill("TABLE")
+    base, high, low = NAMES
+    page.get_by_label("Filter").fill("SFT")
     expect(page.locator("tbody a")).to_have_count(3)
 
     page.get_by_role("button", name=re.compile("^loss")).click()
     expect(page.locator("th[aria-sort=ascending]")).to_contain_text("loss")
-    assert list_names(page) == [berry, apple, cherry]
+    assert list_names(page) == [high, base, low]
     page.get_by_role("button", name=re.compile("^loss")).press("Enter")
     expect(page.locator("th[aria-sort=descending]")).to_contain_text("loss")
-    assert list_names(page) == [cherry, apple, berry]
+    assert list_names(page) == [low, base, high]
 
-    ticked = page.get_by_label(f"compare {cherry}")
+    ticked = page.get_by_label(f"compare {low}")
     ticked.check()
-    page.get_by_label(f"compare {berry}").check()
+    page.get_by_label(f"compare {high}").check()
     page.get_by_role("button", name=re.compile("^name")).click()
-    expect(page.locator("tbody a").first).to_have_text(apple)
-    add_demo_run(ui_server.root, "table aaa")  # a row more, above all others
-    expect(page.locator("tbody a").first).to_have_text("table aaa")
-    assert [box.input_value() for box in page.locator("input[name=runs]:checked").all()] == [berry, cherry]
+    expect(page.locator("tbody a").first).to_have_text(base)
+    add_demo_run(ui_server.root, "sft-all")  # a row more, above all others
+    expect(page.locator("tbody a").first).to_have_text("sft-all")
+    assert [box.input_value() for box in page.locator("input[name=runs]:checked").all()] == [high, low]
     for color_scheme in ("dark", "light"):
         page.emulate_media(color_scheme=color_scheme)
         fills = [
             box.evaluate("e => getComputedStyle(e).backgroundColor")
-            for box in (ticked, page.get_by_label(f"compare {apple}"))
+            for box in (ticked, page.get_by_label(f"compare {base}"))
         ]
         assert fills[0] != fills[1] and not fills[0].endswith(", 0)"), fills
 
-    page.get_by_label("Filter").fill("ERR")
+    page.get_by_label("Filter").fill("RANK")
     expect(page.locator("tbody a")).to_have_count(2)
     page.get_by_label("Filter").fill("nothing like it")
     expect(page.get_by_text("No run fits the filter.")).to_be_visible()
-    page.get_by_label("Filter").fill("table")
+    page.get_by_label("Filter").fill("sft")
     expect(page.locator("tbody a")).to_have_count(4)
     shoot(page, "runs")
 
     page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 900})
-    link = page.get_by_role("link", name=apple)
+    link = page.get_by_role("link", name=base)
     link.scroll_into_view_if_needed()
     expect(link).to_be_in_viewport()
     expect(page.get_by_role("row").filter(has=link).get_by_text(re.compile(r"\d+ / \d+"))).to_be_in_viewport()
@@ -71,7 +71,7 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     assert lightness > 150
 
     page.get_by_role("button", name="Compare 2 selected").click()
-    expect(page).to_have_url(re.compile(r"compare\?runs=table\+berry&runs=table\+cherry"))
+    expect(page).to_have_url(re.compile(r"compare\?runs=sft-rank-32&runs=sft-rank-8"))
 
 
 @pytest.mark.slow  # a server of its own

@@ -48,7 +48,9 @@ _STYLE = """<style>
     padding: 4px; }
   #beside > * { flex-shrink: 0; }
 }
-#preview .textspan, #preview .textfield { white-space: pre-wrap; }
+#preview .token, #preview .textfield { white-space: pre-wrap; }
+/* Gradio writes learnt tokens in black, which cannot be read on the dark blue that they have there. */
+.dark #preview .token.highlighted .text { color: #fff !important; }
 </style>"""
 
 
