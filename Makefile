@@ -18,7 +18,7 @@ demo: $(STAMP)  ## fine-tune the tiny model of examples/demo on two CPU ranks
 
 test: ARGS ?= -m "not slow"
 test: $(STAMP)  ## run the tests, all but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 screenshots: $(STAMP)  ## make docs/img/*.png anew: the pictures of the web UI's pages
 	LORASHARD_SCREENSHOTS=1 $(BIN)/python -m pytest -m browser $(ARGS)
