@@ -27,6 +27,7 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
             file.write(json.dumps({"step": last_step, "time": 1, "loss": loss}) + "\n")
     open_page(page)
     base, high, low = NAMES
+    expect(page.get_by_role("link", name=base)).to_be_visible()
     page.get_by_label("Filter").fill("SFT")
     expect(page.locator("tbody a")).to_have_count(3)
 
