@@ -44,8 +44,9 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
     """A tab that stays empty or that a phone does not show, a log that cannot be searched, a sample that the browser
     runs as markup, or a path of this machine where a shorter one leads there."""
     folder = add_demo_run(ui_server.root, "first")
+    last_step = json.loads((folder / "status.json").read_text())["max_steps"]
     with (folder / "samples.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 12, "prompt": EVIL, "completion": EVIL}) + "\n")
+        file.write(json.dumps({"step": last_step, "prompt": EVIL, "completion": EVIL}) + "\n")
     (folder / "logs/launcher.log").write_text("all of the run's own words\n")
     (folder / "logs/rank_1.log").write_text(f"one\ntwo needle\n{EVIL}\n")
     config = (folder / "config.yaml").read_text()

@@ -22,10 +22,12 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     nobody sees; and in the dark, columns out of sight of a phone, and names that are black on black."""
     for name, loss in zip(NAMES, (1.5, 0.5, 2.5), strict=True):
         folder = add_demo_run(ui_server.root, name)
+        last_step = json.loads((folder / "status.json").read_text())["max_steps"]
         with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 12, "time": 1, "loss": loss}) + "\n")
+            file.write(json.dumps({"step": last_step, "time": 1, "loss": loss}) + "\n")
     open_page(page)
     base, high, low = NAMES
+    expect(page.get_by_role("link", name=base)).to_be_visible()
     page.get_by_label("Filter").fill("SFT")
     expect(page.locator("tbody a")).to_have_count(3)
 

@@ -184,6 +184,8 @@ def test_from_the_form_to_a_merged_model(start_ui, open_tab, make_place, page_er
     page.get_by_role("button", name="Unload").click()
     expect(page.get_by_text("Not loaded: unloaded")).to_be_visible()
     open_page(page, "export?run=first")
+    page.get_by_role("tab", name="Merge", exact=True).click()
+    expect(page.get_by_label("Name of the new folder")).to_have_value("first-merged")
     do_job(page, "Merge", "merge first")
     assert (place / "runs" / "first-merged" / "model.safetensors").is_file()
     expect(page.locator("#job-log textarea")).to_have_value(re.compile("the adapter changed"))
