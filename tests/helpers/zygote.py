@@ -140,6 +140,9 @@ def be_started(
         os.environ.update(environment)
         if "RANK" in environment:
             ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{RANK_NAME}{environment['RANK']}".encode())
+        # Torch makes its thread pool anew after a fork, and threads that find it gone at one moment fail.
+        torch = sys.modules["torch"]
+        torch.set_num_threads(torch.get_num_threads())
         become(words)
     finally:
         os._exit(255)
