@@ -19,6 +19,7 @@ import gc
 import importlib
 import io
 import json
+import logging
 import os
 import random
 import runpy
@@ -135,6 +136,7 @@ def be_started(
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        logging.disable(logging.NOTSET)  # lorashard's launcher is silent while it forks
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
