@@ -28,7 +28,7 @@ def write_small_base(folder: Path) -> Path:
         eos_token_id=tokenizer.eos_token_id,
     )
     with torch.no_grad():  # so that some answers end early
-        base.get_input_embeddings().weight[tokenizer.eos_token_id] *= 6
+        base.get_input_embeddings().weight[tokenizer.eos_token_id] *= 8
     base.save_pretrained(folder)
     for path in DEMO_BASE.iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
