@@ -27,6 +27,8 @@ from pathlib import Path
 from lorashard.errors import RunStopped
 from lorashard.failures import record_failure
 from lorashard.stopping import StopRequest
+
+CPU_BUDGET_S = 120  # a real start, and ranks that are scripts
 folder, word, _ = sys.argv[1:]
 rank = os.environ["RANK"]
 if word == "early":
