@@ -23,6 +23,8 @@ from lorashard import dist
 from lorashard.doctor import ranks
 from lorashard.doctor.checks import Check
 
+CPU_BUDGET_S = 80  # 9 forked runs
+
 BINARIES = Path(sys.executable).parent
 MODEL = "meta-llama/Llama-3.1-8B"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")

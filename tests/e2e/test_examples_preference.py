@@ -60,8 +60,10 @@ def test_an_example_trains_as_without_lorashard(case: str, tmp_path: Path) -> No
     plain = run_example(name, options, launcher, tmp_path, is_plain=True)
     sharded = run_example(name, options, launcher, tmp_path)
     assert_same_run(sharded, plain, STEPS)
-    if name == "grpo":
-        assert any(line["completions/min_length"] < line["completions/max_length"] for line in plain.steps)
+    if name == "grpo":  # steps that go on with the answers of the step before say nothing of them
+        said = [line for line in plain.steps if "completions/min_length" in line]
+        lengths = [(line["completions/min_length"], line["completions/max_length"]) for line in said]
+        assert any(shortest < longest for shortest, longest in lengths)
     if name == "reward":
         model = lorashard.load_adapter(sharded.folder)
         assert model.config.num_labels == 1 and model.get_base_model().score.weight.shape[0] == 1

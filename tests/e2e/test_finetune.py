@@ -30,6 +30,8 @@ from safetensors.torch import load_file, save_file
 from tiny import build_base
 from transformers import AutoModelForCausalLM
 
+CPU_BUDGET_S = 200  # three real starts of two ranks, and some 20 forked runs
+
 
 @pytest.fixture(scope="module")
 def two_ranks(task) -> Path:

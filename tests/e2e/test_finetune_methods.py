@@ -26,6 +26,8 @@ from transformers import (
 
 from lorashard.methods import METHODS
 
+CPU_BUDGET_S = 90  # 11 forked runs, and TRL alone
+
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 STEPS, SAVE_STEPS = 4, 2
 TRAINING = {

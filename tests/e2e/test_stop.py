@@ -20,6 +20,7 @@ from launch_support import DEADLINE_S, Launch, keep_launches, slow, wait_for_ste
 from lorashard.group import Signals, run_ranks
 from lorashard.manifest import list_checkpoints, verify
 
+CPU_BUDGET_S = 120  # a real start, and ranks that are scripts
 # Saves, and says so, when it is asked to stop: "asked" before it is there, "early" before it can take it.
 RANK = r"""
 import os, sys, time

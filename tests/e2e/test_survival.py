@@ -25,6 +25,8 @@ from survival_support import (
     train,
 )
 
+CPU_BUDGET_S = 200  # some 40 runs
+
 
 @pytest.fixture(scope="module")
 def whole(task) -> Path:

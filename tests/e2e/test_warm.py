@@ -75,7 +75,7 @@ def test_the_home_of_the_hugging_face_libraries_is_the_programs_own(tmp_path: Pa
 @pytest.mark.parametrize("start", [subprocess.Popen, warm.Popen])
 def test_ranks_are_found_and_killed_by_their_number(start: type[subprocess.Popen]):
     """Catches a signal that goes to the launcher, or to another rank."""
-    rank = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+    rank = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(60)"]
     code = f"import os, subprocess; subprocess.run({rank}, env=os.environ | {{'RANK': '1'}})"
     with start([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None and launcher.stdout.readline() == b"1\n"

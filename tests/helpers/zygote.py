@@ -19,6 +19,7 @@ import gc
 import importlib
 import io
 import json
+import logging
 import os
 import random
 import runpy
@@ -135,11 +136,15 @@ def be_started(
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        logging.disable(logging.NOTSET)  # lorashard's launcher is silent while it forks
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
         if "RANK" in environment:
             ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{RANK_NAME}{environment['RANK']}".encode())
+        # Torch makes its thread pool anew after a fork, and threads that find it gone at one moment fail.
+        torch = sys.modules["torch"]
+        torch.set_num_threads(torch.get_num_threads())
         become(words)
     finally:
         os._exit(255)
