@@ -171,7 +171,7 @@ def quantize_base(model: nn.Module, name: str) -> None:
     """Replace the linear weights of decoder layers, and experts, by what quantizing makes of them."""
     done = set()
     for path, parameter in model.named_parameters():
-        is_adapter = any(part in path for part in ("lora_", "modules_to_save", "token_adapter", "ia3_"))
+        is_adapter = any(part in path for part in ("lora_", "modules_to_save", "trainable_tokens", "ia3_"))
         is_vocabulary = "vocabulary" in name and ("lm_head" in path or "embed_tokens" in path)
         is_in_layer = ".layers." in f".{path}" and ".gate." not in path
         if not is_adapter and parameter.dim() > 1 and (is_in_layer or is_vocabulary) and parameter not in done:

@@ -75,7 +75,7 @@ PINNED: tuple[Row, ...] = (
     # A base that is sharded over two of four ranks, and replicated across.
     pin(world=4, prefetch=0, dropout=0.1, checkpointing="reentrant"),
     # Recomputation under sharding draws the dropout masks that the forward drew.
-    pin(dropout=0.1, checkpointing="non-reentrant", prefetch=0, family="qwen3-moe"),
+    pin(dropout=0.1, checkpointing="non-reentrant", prefetch=0, family="qwen3-moe", quantization="nf4"),
     pin(dropout=0.1, checkpointing="around-call", family="qwen3", scenarios="passes"),
     # The hooks of whoever offloads nest inside of the engine's, or outside; a piece of a batch is in neither's sight.
     pin(offload="transformers", checkpointing="non-reentrant", family="llama-tied", rows=1, source="memory"),

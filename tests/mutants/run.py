@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import conftest  # noqa: E402, F401  # the environment of tests, before torch
-from mutants.mutants import MUTANTS, Mutant  # noqa: E402
+from mistakes import MUTANTS, Mutant  # noqa: E402
 
 
 def mutate(folder: Path, mutant: Mutant) -> None:

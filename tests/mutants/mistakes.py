@@ -94,6 +94,7 @@ MUTANTS: dict[str, Mutant] = {
         "self._unpack_scales(parts[1:], first, last)]",
         "self._unpack_scales(parts[1:], 0, last - first)]",
         "every expert is scaled as the first",
+        ("tests/unit/test_packed.py", "tests/unit/test_quantization_formats.py"),
     ),
     "workspace given away": Mutant(
         "engine/packed.py",
@@ -147,11 +148,12 @@ MUTANTS: dict[str, Mutant] = {
         "a head beside a copy that trains is left as it was",
         ("tests/distributed/test_exactness.py", "-k", "others"),
     ),
-    "later adapter reads nothing": Mutant(
+    "later adapter not broadcast": Mutant(
         "model/adding.py",
-        "with engine.readable():\n        original(adapter_name,",
-        "if True:\n        original(adapter_name,",
-        "an adapter that is added later, and reads the base, finds placeholders",
+        "    share_adapters(model, known)\n    ignore_base",
+        "    ignore_base",
+        "each rank trains an adapter, added later, that it has drawn for itself",
+        ("tests/distributed/test_peft_adding.py",),
     ),
     "freed too late": Mutant(
         "engine/engine.py",
