@@ -21,6 +21,7 @@ from lorashard.manifest import delete, place_partial, publish
 from lorashard.runs import Run
 from lorashard.status import Status, told_status
 
+CPU_BUDGET_S = 150  # a real run of two ranks, started twice, and ranks that are scripts
 # Each attempt writes which it is into its log, and lives until it is killed, or ends as the word says.
 RANK = r"""
 import os, sys, time
