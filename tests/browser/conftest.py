@@ -220,6 +220,7 @@ def page(shared_tab) -> Iterator[Page]:
     """The tab on `ui_server`, 1400 pixels wide. A request to another host or an error of JavaScript fails the test."""
     page, errors = shared_tab
     page.set_viewport_size(_WINDOW)
+    page.emulate_media(color_scheme="light")
     errors.clear()
     yield page
     found = [*errors]

@@ -89,6 +89,8 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
     expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("checkpoint-")
     expect(page.locator(".cm-content")).to_contain_text("placement")
     assert page.title() != "owned"
+    page.get_by_role("tab", name="Curves").click()
+    shoot(page, "run", height=1300)
 
     page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 900})
@@ -96,8 +98,6 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
         page.get_by_role("tab", name=tab).click()
         page.wait_for_timeout(400)
         check_no_overflow(page)
-    page.emulate_media(color_scheme="light")
-    shoot(page, "run", height=1300)
 
 
 def test_unknown_run_leads_back(page):
