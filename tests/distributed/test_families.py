@@ -55,7 +55,7 @@ def build_plain(family: Family, folder: Path) -> PeftModel:
 
 def build_sharded(family: Family, folder: Path) -> PeftModel:
     torch.manual_seed(7)
-    return lorashard.load(str(folder), make_lora(family))
+    return lorashard.load(str(folder), make_lora(family), dtype=torch.bfloat16)
 
 
 def run(family: Family, build: Callable[[Family, Path], PeftModel], folder: Path) -> Results:

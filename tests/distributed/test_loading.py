@@ -122,10 +122,12 @@ def check_peak(rank: int, folder: str) -> tuple[int, int, int]:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-    lorashard.load(str(Path(folder).parent / "small"), LoraConfig(r=2, target_modules=["q_proj"]))  # imports, caches
+    lorashard.load(
+        str(Path(folder).parent / "small"), LoraConfig(r=2, target_modules=["q_proj"]), dtype=torch.bfloat16
+    )  # imports, caches
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = read("VmRSS")
-    model = lorashard.load(folder, LoraConfig(r=2, target_modules=["q_proj"]))
+    model = lorashard.load(folder, LoraConfig(r=2, target_modules=["q_proj"]), dtype=torch.bfloat16)
     stats, engine = lorashard.stats(model), lorashard.api.engine_of(model)
     unit = max(unit.layout.total_bytes for unit in engine.units)
     return read("VmHWM") - before, stats.bytes_at_rest + stats.slot_bytes, unit
