@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> str:
 def load(folder: str, quantization: object = "nf4", checkpointing: str = "off", **options) -> PeftModel:
     torch.manual_seed(1)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
-    options |= {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu")} | options
     model = lorashard.load(folder, lora, quantization=quantization, **options)
     fill_lora_b(model)
     set_checkpointing(model, checkpointing)
