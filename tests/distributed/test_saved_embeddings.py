@@ -127,11 +127,11 @@ def test_resuming_takes_the_embeddings_of_the_checkpoint(tmp_path, bases):
         assert all(found), found
 
 
-def save_state(rank: int, folder: Path, out: Path) -> list[str]:
+def save_state(rank: int, bases: dict[str, Path], out: Path) -> list[str]:
     wrong = []
     accelerator = Accelerator(cpu=True)
     for family, saved, loaded in (("llama", "shard", "replicate"), ("llama-tied", "replicate", "shard")):
-        path, expected = folder / family, logits(build(folder / family, **LORAS["linear"]))
+        path, expected = bases[family], logits(build(bases[family], **LORAS["linear"]))
         accelerator.prepare(lorashard.shard(build(path, **LORAS["linear"]), placement=saved))
         accelerator.save_state(f"{out}/{family}")
         accelerator.free_memory()
@@ -153,7 +153,7 @@ def save_state(rank: int, folder: Path, out: Path) -> list[str]:
 
 def test_a_saved_state_has_the_embeddings_of_a_resized_vocabulary(tmp_path, bases):
     """accelerate's `load_state` without an error, onto rows that were drawn anew: the run goes on from elsewhere."""
-    assert run_ranks(save_state, 2, bases["llama"].parent, tmp_path) == [[], []]
+    assert run_ranks(save_state, 2, bases, tmp_path) == [[], []]
 
 
 def test_the_arguments_of_save_pretrained_may_be_given_by_position(tmp_path, bases):
