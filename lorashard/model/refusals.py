@@ -34,7 +34,7 @@ _HOOKS = {
     "second adapter to it (add_adapter), or load the model once more",
     "__reduce_ex__": "pickle (torch.save of the whole model) and copy.copy would take along the base, which rests in "
     "shards, files or buffers here: save the adapter with save_pretrained, and load it with lorashard.load_adapter; or "
-    "torch.save(model.state_dict()), which holds the adapter alone",
+    "torch.save(model.state_dict()), which leaves the base out",
 }
 _CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
 _REFUSED = (*_HOOKS, *_CASTS, "to", "type", "resize_token_embeddings")
