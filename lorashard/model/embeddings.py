@@ -166,7 +166,12 @@ def _take(embeddings: Embeddings, model: nn.Module, state: dict[str, Any], prefi
         if prefix + name not in state:
             continue
         value, weight = state[prefix + name], place[0].weights[place[1]]
-        if weight.packing is None and value.shape == weight.placeholder.shape:
+        if weight.packing is not None:
+            raise CheckpointError(
+                f"{name}: expected embeddings that are not quantized, to read those of a resized vocabulary into them: "
+                "leave include_input_output_embeddings (has_vocabulary) off"
+            )
+        if value.shape == weight.placeholder.shape:
             embeddings.write(place, state.pop(prefix + name))
 
 

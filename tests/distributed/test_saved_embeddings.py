@@ -18,6 +18,7 @@ import lorashard
 from lorashard.errors import CheckpointError, ConfigError, ShardError
 from lorashard.model.saved import restore
 from lorashard.plan.size import build_meta_model
+from lorashard.quantization.options import Quantization
 
 CPU_BUDGET_S = 40.0
 NEW_SIZE = VOCAB_SIZE + 3
@@ -154,6 +155,14 @@ def save_state(rank: int, bases: dict[str, Path], out: Path) -> list[str]:
 def test_a_saved_state_has_the_embeddings_of_a_resized_vocabulary(tmp_path, bases):
     """accelerate's `load_state` without an error, onto rows that were drawn anew: the run goes on from elsewhere."""
     assert run_ranks(save_state, 2, bases, tmp_path) == [[], []]
+
+
+def test_quantized_embeddings_of_a_resized_vocabulary_are_not_read_back_and_say_so(bases):
+    """An error that calls the script's own state one without lorashard."""
+    quantization = Quantization("int8", has_vocabulary=True)
+    model = lorashard.shard(build(bases["llama"], **LORAS["linear"]), placement="host", quantization=quantization)
+    with pytest.raises(CheckpointError, match="include_input_output_embeddings"):
+        model.load_state_dict(model.state_dict())
 
 
 def test_the_arguments_of_save_pretrained_may_be_given_by_position(tmp_path, bases):
