@@ -14,6 +14,7 @@ from .. import dist
 from ..engine import Engine
 from .adapters import find_adapter_tensors
 from .refusals import check_config, check_frozen
+from .releasing import is_whole, release
 
 
 def share_adapters(model: PeftModel, known: list[torch.Tensor] | None = None) -> None:
@@ -30,15 +31,17 @@ def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
     """Let PEFT's `add_adapter`, `load_adapter` and `add_weighted_adapter` work on a sharded base, as on a whole one.
 
     New weights equal rank 0's. Initialisations that read the base (DoRA, `modules_to_save`) gather what they read; one
-    that would rewrite it raises ConfigError. What `unload` returns goes on being gathered.
+    that would rewrite it raises ConfigError. What `unload` returns goes on being gathered; where
+    nothing has to be, what it and `merge_and_unload` return is a plain model again.
 
     Ranks: the calls that add are collective over all ranks.
     """
     model.add_adapter = partial(_add, model, engine, model.add_adapter)
     if hasattr(model.base_model, "inject_adapter"):
         model.base_model.inject_adapter = partial(_inject, engine, model.base_model.inject_adapter)
-    if hasattr(model.base_model, "unload"):
-        model.base_model.unload = partial(_unload, model, engine, model.base_model.unload)
+    for name in ("unload", "merge_and_unload"):
+        if hasattr(model.base_model, name):
+            setattr(model.base_model, name, partial(_unload, model, engine, getattr(model.base_model, name)))
 
 
 def _add(
@@ -68,4 +71,6 @@ def _unload(model: PeftModel, engine: Engine, original: Callable[..., nn.Module]
     base = original(*args, **kwargs)
     bare = dict(base.named_modules())
     engine.follow({module: bare[path] for path, module in wrapped.items() if bare.get(path, module) is not module})
+    if is_whole(engine):
+        release(base)
     return base

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..engine.autograd import first_differentiable
 from ..errors import CheckpointError
+from .releasing import on_release
 from .stacks import find_decoder_stack, find_stacks, get_output_embeddings
 
 _FLOOR_ATTRIBUTE, _INDEX_ATTRIBUTE = "_lorashard_floor", "_lorashard_layer_index"
@@ -55,8 +56,20 @@ def end_backward_at_adapters(model: nn.Module) -> None:
     def end(*_: object) -> None:
         floor.lowest = 0
 
-    spine[-1].register_forward_pre_hook(begin, with_kwargs=True)
-    spine[-1].register_forward_hook(end, always_call=True)
+    hooks = (
+        spine[-1].register_forward_pre_hook(begin, with_kwargs=True),
+        spine[-1].register_forward_hook(end, always_call=True),
+    )
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for layer in stack:
+            layer.__class__ = type(layer).__bases__[0]
+            delattr(layer, _FLOOR_ATTRIBUTE)
+            delattr(layer, _INDEX_ATTRIBUTE)
+
+    on_release(base, undo)
 
 
 def _find_heads(base: nn.Module, way: set[nn.Module]) -> list[nn.Module]:

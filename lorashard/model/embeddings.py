@@ -9,7 +9,7 @@ Note [Who reads the embeddings]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..engine import Engine, Unit
-from ..errors import CheckpointError, ConfigError
-from .identity import ADAPTER_NAME, add_tensors, open_adapter
+from ..errors import CheckpointError
+from .identity import ADAPTER_NAME, open_adapter
 from .units import Structure
 
 # What PEFT's wrappers put between the path of an embedding and the name of its own weight.
@@ -75,29 +75,22 @@ def _find_modules(model: PeftModel) -> set[nn.Module]:
     return {module for part in whole for module in part.modules()}
 
 
-def save_embeddings(model: PeftModel, engine: Engine, copies: Copies) -> None:
-    """Let `save_pretrained` write the embeddings where PEFT would, and `load_state_dict` read them back.
+class Embeddings:
+    """The embeddings of a sharded model, wherever they rest.
 
-    PEFT's default also writes an embedding that an adapter targets; a frozen one is in the base's own files.
+    Attributes:
+        are_own: the vocabulary is not that of the base's files; then reading is local.
+        missed: what the state that was loaded last should have held of them.
 
-    Args:
-        copies: from `copy_embeddings`, where the vocabulary is not that of the base's files; else empty.
-
-    Ranks: saving is collective with `save_embedding_layers=True` alone, where the base is sharded over ranks and
-        `copies` is empty. See [Who reads the embeddings].
     Memory: the copies of what is sharded, on each rank's host.
     """
-    embeddings = _Embeddings(model, engine, copies)
-    model.save_pretrained = partial(_save, model, embeddings, model.save_pretrained)
-    if copies:
-        model.register_load_state_dict_pre_hook(partial(_take, embeddings))
 
-
-class _Embeddings:
     def __init__(self, model: PeftModel, engine: Engine, copies: Copies) -> None:
+        """Take `copies` of `copy_embeddings`, where the vocabulary is not that of the base's files; else none."""
         self._model = model
         self._engine = engine
         self.are_own = bool(copies)
+        self.missed: list[str] = []
         resident = {w.placeholder.full_name for unit in engine.units if unit.is_resident for w in unit.weights}
         self._copies = {name: tensor for name, tensor in copies.items() if name not in resident}
 
@@ -137,32 +130,48 @@ class _Embeddings:
         self._engine.write(unit, number, value)
 
 
-def _save(
-    model: PeftModel,
-    embeddings: _Embeddings,
-    original: Callable[..., None],
-    save_directory: str,
-    *args: Any,
-    save_embedding_layers: bool | str = "auto",
-    **kwargs: Any,
-) -> None:
-    is_wanted = embeddings.are_own if save_embedding_layers == "auto" else bool(save_embedding_layers)
-    if is_wanted and not kwargs.get("safe_serialization", True):
-        raise ConfigError("safe_serialization: expected True where embeddings are saved with the adapter, found False")
-    values = embeddings.read() if is_wanted else {}
-    original(save_directory, *args, save_embedding_layers=False, **kwargs)
-    for name in kwargs.get("selected_adapters") or model.peft_config:
-        folder = Path(save_directory, "" if name == "default" else name)
-        if values and kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
-            add_tensors(folder, values)
+def take_from_states(model: PeftModel, embeddings: Embeddings) -> None:
+    """Let `load_state_dict` read the embeddings of a resized vocabulary.
+
+    Ranks: local, but every rank must load the same.
+    """
+    model.register_load_state_dict_pre_hook(partial(_take, embeddings))
 
 
-def _take(embeddings: _Embeddings, model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
-    for name, place in embeddings.find().items():
+def put_into_states(model: PeftModel, embeddings: Embeddings) -> None:
+    """Let `state_dict` hold the embeddings of a resized vocabulary, so that accelerate's `save_state` keeps them.
+
+    A strict `load_state_dict` misses them where they are not there: rows that were drawn anew are others.
+
+    Ranks: local: accelerate asks on each rank, others on rank 0 alone.
+    Memory: a copy in each state.
+    """
+    model.register_state_dict_post_hook(partial(_put, embeddings))
+    model.register_load_state_dict_post_hook(partial(_miss, embeddings))
+
+
+def _put(embeddings: Embeddings, model: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    state.update({prefix + name: value for name, value in embeddings.read().items()})
+
+
+def _miss(embeddings: Embeddings, model: nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys.extend(embeddings.missed)
+
+
+def _take(embeddings: Embeddings, model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
+    found = embeddings.find()
+    there = {place for name, place in found.items() if prefix + name in state}  # a tied one under any of its names
+    embeddings.missed = [prefix + name for name, place in found.items() if place not in there]
+    for name, place in found.items():
         if prefix + name not in state:
             continue
         value, weight = state[prefix + name], place[0].weights[place[1]]
-        if weight.packing is None and value.shape == weight.placeholder.shape:
+        if weight.packing is not None:
+            raise CheckpointError(
+                f"{name}: expected embeddings that are not quantized, to read those of a resized vocabulary into them: "
+                "leave include_input_output_embeddings (has_vocabulary) off"
+            )
+        if value.shape == weight.placeholder.shape:
             embeddings.write(place, state.pop(prefix + name))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from ..errors import ConfigError, ShardError
 from ..initialisation import explain_rewriting
 from ..quantization.options import Quantization
 from .checkpoint import shorten
+from .releasing import on_release
 
 _KINDS = {
     "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
@@ -31,11 +32,12 @@ _OPTIONS = {
 _HOOKS = {
     "__deepcopy__": "copy.deepcopy would copy the model with its base, which is shared and read-only here: add a "
     "second adapter to it (add_adapter), or load the model once more",
-    "__reduce_ex__": "pickle (torch.save of the whole model) would write the base, which rests in shards, files or "
-    "buffers here: save the adapter with save_pretrained, and load it with lorashard.load_adapter; or "
-    "torch.save(model.state_dict()), which holds the adapter alone",
+    "__reduce_ex__": "pickle (torch.save of the whole model) and copy.copy would take along the base, which rests in "
+    "shards, files or buffers here: save the adapter with save_pretrained, and load it with lorashard.load_adapter; or "
+    "torch.save(model.state_dict()), which leaves the base out",
 }
 _CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
+_REFUSED = (*_HOOKS, *_CASTS, "to", "type", "resize_token_embeddings")
 
 
 def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization: Quantization | None = None) -> None:
@@ -83,7 +85,7 @@ def check_frozen(model: PeftModel) -> None:
         )
 
 
-def refuse_unfrozen_base(decoder: nn.Module, engine: Engine) -> None:
+def refuse_unfrozen_base(model: nn.Module, decoder: nn.Module, engine: Engine) -> None:
     """Let each pass with gradients through `decoder` raise ConfigError if a script has unfrozen weights of the base.
 
     Those of a sharded unit would get no gradient, and those of a resident one a gradient that DDP does not reduce. One
@@ -103,7 +105,7 @@ def refuse_unfrozen_base(decoder: nn.Module, engine: Engine) -> None:
                 "trainable_token_indices, and leave requires_grad of the base alone"
             )
 
-    decoder.register_forward_pre_hook(check)
+    on_release(_base_of(model), decoder.register_forward_pre_hook(check).remove)
 
 
 def _trains(weight: Weight, is_resident: bool) -> bool:
@@ -135,12 +137,14 @@ def check_unquantized(model: PeftModel, is_base: Callable[[nn.Parameter], bool])
 def refuse_calls(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
     """Let calls that would cast, resize, copy or pickle the base raise ShardError, which names the call.
 
-    Without that an operation of torch is refused, deep inside of the call. What changes nothing goes through.
+    Without that an operation of torch is refused, deep inside of the call. What changes nothing goes through, and so
+    does everything on a base that has been given back (`release`).
 
     Args:
         dtypes: of the base's weights.
     """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = _base_of(model)
+    before = {name: base.__dict__[name] for name in _REFUSED if name in base.__dict__}
     resize = getattr(base, "resize_token_embeddings", None)
     for module in dict.fromkeys((model, base)):
         for hook, reason in _HOOKS.items():
@@ -151,6 +155,17 @@ def refuse_calls(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
             setattr(module, name, partial(_cast, name, dtypes, getattr(module, name), find_dtype))
         if resize is not None:
             module.resize_token_embeddings = partial(_resize, base, resize)
+    on_release(base, partial(_allow_calls, base, before))
+
+
+def _allow_calls(base: nn.Module, before: Mapping[str, object]) -> None:
+    for name in _REFUSED:
+        base.__dict__.pop(name, None)
+    base.__dict__.update(before)
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _refuse(reason: str, *args: object, **kwargs: object) -> NoReturn:

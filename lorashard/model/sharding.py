@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ from ..dist import ShardGroup
 from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
 from ..errors import ConfigError
 from ..quantization.options import Quantization
-from .embeddings import copy_embeddings, save_embeddings
+from .embeddings import Copies, Embeddings, copy_embeddings, put_into_states, take_from_states
 from .generating import prepare_generation
 from .homes import MakeHome
-from .identity import ADAPTER_NAME, BaseIdentity, sign_adapter
+from .identity import BaseIdentity, sign_adapter
 from .origin import INITIAL_ADAPTER_NAME, Origin
 from .refusals import refuse_calls, refuse_unfrozen_base
+from .releasing import is_whole
+from .saving import after_saving, follow_saving
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
@@ -62,7 +64,7 @@ def shard_structure(
         has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
 
     Ranks: local, but every rank must do the same.
-    Memory: the homes, and never more than one unit beside them; of embeddings that are saved, see `save_embeddings`.
+    Memory: the homes, and never more than one unit beside them; a copy on the host of embeddings that are saved.
     """
     copies = copy_embeddings(model, structure) if has_own_embeddings and isinstance(model, PeftModel) else {}
     units: dict[int, Unit] = {}
@@ -78,19 +80,29 @@ def shard_structure(
     ]
     engine = Engine(visits, structure.roots, group, device, prefetch)
     setattr(model, ENGINE_ATTRIBUTE, engine)
-    if isinstance(model, PeftModel):
-        save_embeddings(model, engine, copies)
     if device.type == "cpu":
         model.to = partial(_move, model.to)  # type: ignore[method-assign]
-    is_packed = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
-    if is_packed or not all(unit.is_resident for unit in engine.units):
+    if not is_whole(engine):
         refuse_merging(model)
-    refuse_unfrozen_base(structure.roots[-1], engine)
+    refuse_unfrozen_base(model, structure.roots[-1], engine)
     refuse_calls(model, {weight.placeholder.dtype for unit in engine.units for weight in unit.weights})
     prepare_generation(model, engine)
-    keep_base_out(model, engine)
+    _keep_states(model, engine, copies)
     ignore_base_in_ddp(model, engine)
     return engine
+
+
+def _keep_states(model: nn.Module, engine: Engine, copies: Copies) -> None:
+    if not isinstance(model, PeftModel):
+        keep_base_out(model, engine)
+        return
+    embeddings = Embeddings(model, engine, copies)
+    follow_saving(model, embeddings)
+    if embeddings.are_own:
+        take_from_states(model, embeddings)  # before what else is the base's is refused
+    keep_base_out(model, engine)
+    if embeddings.are_own:
+        put_into_states(model, embeddings)  # after the base has been left out
 
 
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
@@ -118,7 +130,7 @@ def remember_base(model: PeftModel, base: LoadedBase) -> None:
     sign_state(model, base.identity, base.quantization)
     _sign_what_is_saved(model, base.identity, base.quantization)
     if base.origin is not None:
-        model.save_pretrained = partial(_save_for, base.origin, base.folder, model, model.save_pretrained)
+        after_saving(model, partial(_sign_for_origin, base.origin, base.folder))
 
 
 def remember_quantization(model: PeftModel, quantization: Quantization | None) -> None:
@@ -128,43 +140,17 @@ def remember_quantization(model: PeftModel, quantization: Quantization | None) -
 
 
 def _sign_what_is_saved(model: PeftModel, identity: BaseIdentity | None, quantization: Quantization | None) -> None:
-    model.save_pretrained = partial(_save, model, model.save_pretrained, identity, quantization)
+    def sign(folder: Path, given: Mapping[str, Any]) -> None:
+        sign_adapter(folder, identity, quantization, model.get_base_model().dtype)
+
+    after_saving(model, sign)
 
 
-def _save(
-    model: PeftModel,
-    original: Callable[..., None],
-    identity: BaseIdentity | None,
-    quantization: Quantization | None,
-    save_directory: str,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    original(save_directory, *args, **kwargs)
-    for name in kwargs.get("selected_adapters") or model.peft_config:
-        folder = Path(save_directory, "" if name == "default" else name)
-        if kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
-            sign_adapter(folder, identity, quantization, model.get_base_model().dtype)
-
-
-def _save_for(
-    origin: Origin,
-    derived: Path,
-    model: PeftModel,
-    original: Callable[..., None],
-    save_directory: str,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Save an adapter; where PEFT converts it, by its first form, it belongs to the base that was derived from."""
-    original(save_directory, *args, **kwargs)
-    first = kwargs.get("path_initial_model_for_weight_conversion")
-    if first is None or Path(first).resolve() != (derived / INITIAL_ADAPTER_NAME).resolve():
-        return
-    for name in kwargs.get("selected_adapters") or model.peft_config:
-        folder = Path(save_directory, "" if name == "default" else name)
-        if kwargs.get("is_main_process", True) and (folder / ADAPTER_NAME).is_file():
-            origin.sign(folder)
+def _sign_for_origin(origin: Origin, derived: Path, folder: Path, given: Mapping[str, Any]) -> None:
+    """Let an adapter that PEFT has converted, by its first form, belong to the base that was derived from."""
+    first = given["path_initial_model_for_weight_conversion"]
+    if first is not None and Path(first).resolve() == (derived / INITIAL_ADAPTER_NAME).resolve():
+        origin.sign(folder)
 
 
 def refuse_merging(model: nn.Module) -> None:

@@ -35,6 +35,7 @@ def keep_base_out(model: nn.Module, engine: Engine) -> None:
     """Leave the base out of `model.state_dict()`, and do not miss it in `load_state_dict`, inside DDP too.
 
     So accelerate's `save_state` writes the adapter alone, and `load_state` reads it strictly, whatever the placement.
+    Embeddings of a resized vocabulary are put back by `embeddings.put_into_states`, which comes after this.
     The base's own modules are as they were: `get_base_model().state_dict()` holds what rests in them.
     """
     model.register_state_dict_post_hook(partial(_leave_out, engine))

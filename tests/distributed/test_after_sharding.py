@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from peft import PeftModel
 from support import run_ranks
-from tiny import NUM_LAYERS, build_model, make_batch, take_gradients
+from tiny import NUM_LAYERS, build_model, find_differences, make_batch, take_gradients
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
 
 import lorashard
-from lorashard.errors import ConfigError
+from lorashard.errors import ConfigError, ShardError
 
 CPU_BUDGET_S = 30.0
 
@@ -61,6 +65,23 @@ def unload(rank: int) -> list[bool]:
 def test_the_base_that_unload_returns_is_gathered_where_an_adapter_was():
     """Hooks that have gone with the wrapper of the embedding: the base reads a placeholder in its first forward."""
     assert run_ranks(unload, 2) == [[True] * len(EMBEDDING_ADAPTERS)] * 2
+
+
+def test_a_base_that_is_given_back_whole_is_a_plain_model(tmp_path: Path):
+    """A merged model that is refused for ever: it cannot be cast, copied, pickled or trained any more."""
+    expected = build_model().merge_and_unload()
+    merged = lorashard.shard(build_model(), placement="replicate").merge_and_unload()
+    torch.save(merged, tmp_path / "whole")
+    for model in (merged, copy.deepcopy(merged), torch.load(tmp_path / "whole", weights_only=False)):
+        assert torch.equal(logits(model), logits(expected))
+        model.train().requires_grad_(True)(**make_batch()).loss.backward()
+        assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+    merged.half().save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    assert find_differences(loaded.state_dict(), expected.half().state_dict()) == []
+    assert lorashard.shard(build_model(), placement="replicate").unload().double().dtype == torch.float64
+    with pytest.raises(ShardError):
+        lorashard.shard(build_model(), placement="host").unload().half()
 
 
 def train_in_ddp(rank: int) -> tuple[bool, bool, int]:

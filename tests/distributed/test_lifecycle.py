@@ -207,6 +207,7 @@ def test_a_call_on_the_whole_model_is_named_when_it_is_refused(placement):
     model = lorashard.shard(build_model(), placement=placement)
     calls = {
         "copy.deepcopy": lambda module: copy.deepcopy(module),
+        "copy.copy": lambda module: copy.copy(module),
         "pickle": lambda module: pickle.dumps(module),
         "torch.save": lambda module: torch.save(module, io.BytesIO()),
         "half()": lambda module: module.half(),

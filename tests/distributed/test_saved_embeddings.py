@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import run_ranks
 from tiny import VOCAB_SIZE, build_base, fill_lora_b, find_differences, make_batch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import lorashard
-from lorashard.errors import CheckpointError, ShardError
+from lorashard.errors import CheckpointError, ConfigError, ShardError
 from lorashard.model.saved import restore
 from lorashard.plan.size import build_meta_model
+from lorashard.quantization.options import Quantization
 
 CPU_BUDGET_S = 40.0
 NEW_SIZE = VOCAB_SIZE + 3
@@ -123,6 +126,57 @@ def test_resuming_takes_the_embeddings_of_the_checkpoint(tmp_path, bases):
     build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path / "checkpoint")
     for found in run_ranks(resume, 2, bases["llama"], tmp_path):
         assert all(found), found
+
+
+def save_state(rank: int, bases: dict[str, Path], out: Path) -> list[str]:
+    wrong = []
+    accelerator = Accelerator(cpu=True)
+    for family, saved, loaded in (("llama", "shard", "replicate"), ("llama-tied", "replicate", "shard")):
+        path, expected = bases[family], logits(build(bases[family], **LORAS["linear"]))
+        accelerator.prepare(lorashard.shard(build(path, **LORAS["linear"]), placement=saved))
+        accelerator.save_state(f"{out}/{family}")
+        accelerator.free_memory()
+        model = lorashard.shard(build(path, seed=50, **LORAS["linear"]), placement=loaded)
+        accelerator.prepare(model)
+        wrong += [f"{family}: drawn alike"] * torch.equal(logits(model), expected)
+        accelerator.load_state(f"{out}/{family}")
+        accelerator.free_memory()
+        wrong += [f"{family}: logits"] * (not torch.equal(logits(model), expected))
+        state = model.state_dict()
+        del state[EMBEDDING], state[HEAD]
+        try:
+            model.load_state_dict(state)
+            wrong.append(f"{family}: not missed")
+        except RuntimeError as error:
+            wrong += [f"{family}: {error}"] * (EMBEDDING not in str(error))
+    return wrong
+
+
+def test_a_saved_state_has_the_embeddings_of_a_resized_vocabulary(tmp_path, bases):
+    """accelerate's `load_state` without an error, onto rows that were drawn anew: the run goes on from elsewhere."""
+    assert run_ranks(save_state, 2, bases, tmp_path) == [[], []]
+
+
+def test_quantized_embeddings_of_a_resized_vocabulary_are_not_read_back_and_say_so(bases):
+    """An error that calls the script's own state one without lorashard."""
+    quantization = Quantization("int8", has_vocabulary=True)
+    model = lorashard.shard(build(bases["llama"], **LORAS["linear"]), placement="host", quantization=quantization)
+    with pytest.raises(CheckpointError, match="include_input_output_embeddings"):
+        model.load_state_dict(model.state_dict())
+
+
+def test_the_arguments_of_save_pretrained_may_be_given_by_position(tmp_path, bases):
+    """A TypeError; embeddings dropped in silence; a file signed that was not written."""
+    model = lorashard.shard(build(bases["llama"], **LORAS["linear"]), placement="host", quantization="int8")
+    model.add_adapter("other", model.peft_config["default"])
+    model.save_pretrained(tmp_path, True, ["other"], "auto", True)
+    assert [path.parent.name for path in tmp_path.rglob("*.safetensors")] == ["other"]
+    with safe_open(tmp_path / "other" / "adapter_model.safetensors", "pt") as file:
+        assert {EMBEDDING, HEAD} <= set(file.keys()) and any("quantization" in key for key in file.metadata())
+    with pytest.raises(ConfigError, match="safe_serialization"):
+        model.save_pretrained(tmp_path / "pickled", False)
+    model.save_pretrained(tmp_path / "nowhere", True, None, "auto", False)
+    assert list((tmp_path / "nowhere").rglob("*.*")) == []
 
 
 def save_on_request(rank: int, folder: Path, out: Path) -> list[str]:

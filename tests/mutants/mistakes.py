@@ -150,8 +150,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "later adapter not broadcast": Mutant(
         "model/adding.py",
-        "    share_adapters(model, known)\n    ignore_base",
-        "    ignore_base",
+        "    check_frozen(model)\n    share_adapters(model, known)",
+        "    check_frozen(model)",
         "each rank trains an adapter, added later, that it has drawn for itself",
         ("tests/distributed/test_peft_adding.py",),
     ),
