@@ -13,7 +13,7 @@ from accelerate.state import DistributedType, PartialState
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 
 from . import dist
-from .dtypes import DtypeOption, choose_dtype
+from .dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
 from .engine import Engine, HostCopies, Stats
 from .errors import ConfigError
 from .initialisation import is_derived
@@ -22,6 +22,7 @@ from .merging.merge import MergeReport, merge_checkpoint, merge_live
 from .merging.requantized import choose_requantization
 from .model.adapters import base_test
 from .model.adding import follow_added_adapters, share_adapters
+from .model.autocasting import warn_of_autocast
 from .model.backward import end_backward_at_adapters
 from .model.checkpoint import Checkpoint, resolve_folder
 from .model.checkpointing import checkpoint_some
@@ -64,7 +65,7 @@ def load(
     lora: PeftConfig,
     placement: str | ResolvedPlacement = "auto",
     *,
-    dtype: DtypeOption = "auto",
+    dtype: torch.dtype | str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -92,9 +93,9 @@ def load(
             PiSSA and OLoRA rewrite the base: a copy of it is derived once and kept, see docs/peft.md.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`;
             or one that is planned already, with nothing left to choose.
-        dtype: the base's, which is also what it computes in. `auto`: bfloat16 where the devices of all ranks have
-            instructions for it, and float32 elsewhere, which a line says. The trainer must be told the same: with
-            float32 `bf16=False`, which is not TRL's default.
+        dtype: the base's, which is also what it computes in: torch's, or its name. `auto`: bfloat16 where the devices
+            of all ranks have instructions for it, and float32 elsewhere, which a line says. The trainer must be told
+            the same: with float32 `bf16=False`, which is not TRL's default.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
         quantization: `nf4`, `int8` or `fp8`: the linear weights of decoder layers, and experts, are quantised while
@@ -177,7 +178,7 @@ def load(
         cache_quantized=cache_quantized,
         progress=progress,
     )
-    return _profiled(_finish(model, resolved, compiling), profiled, profile_dir)
+    return _profiled(_finish(model, resolved, compiling, device), profiled, profile_dir)
 
 
 def load_adapter(
@@ -185,7 +186,7 @@ def load_adapter(
     base: str | None = None,
     placement: str = "auto",
     *,
-    dtype: DtypeOption = "auto",
+    dtype: torch.dtype | str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -203,7 +204,8 @@ def load_adapter(
         adapter: the folder of an adapter, of a run (its last checkpoint, if it has not ended), or a hub id.
         base: where the base is, if not where the adapter says.
         placement: as for `load`. With `auto` the base is whole on each device if it fits, and else as much of it as
-            does; on a CPU it is read from its own files.
+            does. On a CPU it is read from its own files; where these hold another dtype it is whole in memory if it
+            fits, and else in a copy on the disk, in `dtype`, which a line announces.
         dtype: as for `load`.
         quantization: what the base is quantised to, as for `load`, or "none"; not given: what it was in training.
         num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
@@ -246,7 +248,7 @@ def load_adapter(
     )
     if not is_trainable:
         model.eval().requires_grad_(False)
-    return _finish(model, resolved, compiling)
+    return _finish(model, resolved, compiling, device)
 
 
 def shard(
@@ -304,7 +306,7 @@ def shard(
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch, is_resized(model))
     remember_quantization(model, meant)
-    return _profiled(_finish(model.to(device), resolved, compiling), profiled, profile_dir)
+    return _profiled(_finish(model.to(device), resolved, compiling, device), profiled, profile_dir)
 
 
 def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Path) -> PeftModel:
@@ -313,7 +315,9 @@ def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Pat
     return model
 
 
-def _finish(model: PeftModel, resolved: ResolvedPlacement, compiling: Mapping[str, Any] | None) -> PeftModel:
+def _finish(
+    model: PeftModel, resolved: ResolvedPlacement, compiling: Mapping[str, Any] | None, device: torch.device
+) -> PeftModel:
     if compiling is not None:
         base = base_of(model)
         refuse_quantized(base.quantization if base else None)  # files that are quantised already
@@ -322,6 +326,8 @@ def _finish(model: PeftModel, resolved: ResolvedPlacement, compiling: Mapping[st
         split_layers(find_layers(model), resolved.layer_microbatch_size)
     if resolved.activation_checkpointing_layers != "all":
         checkpoint_some(model, resolved.activation_checkpointing_layers)
+    if device.type == "cpu" and explain_slow_bfloat16(device) is not None:
+        warn_of_autocast(find_layers(model)[0])
     end_backward_at_adapters(model)
     follow_added_adapters(model, engine_of(model))
     share_adapters(model)
@@ -455,6 +461,8 @@ def join_launch(backend: str | None = None, *, will_train: bool = False) -> torc
     try:
         state = PartialState(cpu=dist.is_cpu_requested(), backend=backend)
     except ValueError as error:  # of a backend that torch has not been built with
+        if backend is None:  # then of the launch: a MASTER_ADDR that is missing, a rank that is no number
+            raise
         raise ConfigError(f"ddp_backend: expected one that is there, found {backend!r}: {error}") from error
     if state.distributed_type == DistributedType.DEEPSPEED:  # the trainer's arguments leave no variable behind
         raise ConfigError(explain_plugin("DeepSpeed", "by the trainer's arguments", "deepspeed=..."))
@@ -492,12 +500,15 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
-def _settle_dtype(asked: DtypeOption, device: torch.device) -> torch.dtype:
+def _settle_dtype(asked: torch.dtype | str, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in; rank 0 says what `auto` became, and what a slow one costs.
+
+    Raises:
+        ConfigError: `asked` names no dtype that a base computes in.
 
     Ranks: collective over all ranks.
     """
-    dtype, sentence = choose_dtype(asked, device)
+    dtype, sentence = choose_dtype(read_dtype(asked), device)
     if sentence is not None and dist.get_rank() == 0:
         _logger.warning("%s", sentence)
     return dtype

@@ -267,13 +267,15 @@ class Lookout:
         self._ranks = ranks
         self._warn_after_s = warn_after_s
         self._last: tuple[str, float] | None = None  # what all came to last, and when
+        self._has_failed = False  # a word about that is still in the store
         self.describe_ranks = describe_ranks
 
-    def wait(self, work: Any, deed: str) -> None:
+    def wait(self, work: Any, deed: str, *, tells_of_all: bool = True) -> None:
         """Wait for a collective on the host.
 
         Args:
             deed: what the ranks meet for, such as `begin a forward`.
+            tells_of_all: whether its end says that all ranks have come.
 
         Raises:
             ShardError: the group's time-out is over; it says where each rank stands.
@@ -281,7 +283,11 @@ class Lookout:
         begin_s = time.monotonic()
         if not _is_done_within(work, min(_MOMENT_S, self._warn_after_s / 4) or _MOMENT_S):
             self._wait_long(work, deed, begin_s)
-        self._last = deed, time.monotonic()
+        if self._has_failed:
+            _leave_word(RollCall.of_group("waits"), "")
+            self._has_failed = False
+        if tells_of_all:
+            self._last = deed, time.monotonic()
 
     def _wait_long(self, work: Any, deed: str, begin_s: float) -> None:
         roll_call = RollCall.of_group("waits")
@@ -293,6 +299,7 @@ class Lookout:
             work.wait()
         except RuntimeError as error:
             _leave_word(roll_call, f"has waited in vain, to {deed}")
+            self._has_failed = True
             text = self._describe(roll_call, deed, begin_s)
             if not is_timeout(error):  # another rank is gone, or has come to its timeout
                 error.add_note(text)
@@ -381,12 +388,12 @@ class HostGroup:
         if self.group is None or self.lookout is None:
             return list(values)
         largest = torch.tensor(values, dtype=torch.int64)
-        if get_rank() == 0:
-            everyone = [torch.empty_like(largest) for _ in range(get_world_size())]
-            self.lookout.wait(dist.gather(largest, everyone, dst=0, group=self.group, async_op=True), deed)
+        everyone = [torch.empty_like(largest) for _ in range(get_world_size())] if get_rank() == 0 else None
+        gather = dist.gather(largest, everyone, dst=0, group=self.group, async_op=True)
+        # On the others it ends when rank 0 has come to it; that all have, its answer alone says.
+        self.lookout.wait(gather, deed, tells_of_all=everyone is not None)
+        if everyone is not None:
             largest = torch.stack(everyone).amax(0)
-        else:  # which waits for nobody: rank 0's answer is what says that all have come
-            dist.gather(largest, dst=0, group=self.group)
         self.lookout.wait(dist.broadcast(largest, src=0, group=self.group, async_op=True), deed)
         return largest.tolist()
 

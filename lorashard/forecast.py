@@ -12,7 +12,7 @@ import trl
 
 from .config import RunConfig
 from .devices import count_cores, find_gpus
-from .dtypes import choose_dtype, read_dtype
+from .dtypes import settle_name
 from .errors import ConfigError
 from .merging.derived import without_rewriting
 from .methods import Method
@@ -166,8 +166,8 @@ def settle_dtype_here(
     """
     if device is None:
         return config.with_dtype("bfloat16") if config.dtype == "auto" else config, ()
-    dtype, sentence = choose_dtype(read_dtype(config.dtype), device, explain)
-    return config.with_dtype(str(dtype).removeprefix("torch.")), (sentence,) if sentence else ()
+    name, sentence = settle_name(config.dtype, device, explain)
+    return config.with_dtype(name), (sentence,) if sentence else ()
 
 
 def find_planned_device(config: RunConfig, wanted: HardwareOptions) -> torch.device | None:

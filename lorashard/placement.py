@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .errors import ConfigError
 
 Placement = Literal["replicate", "shard", "host", "file"]
+_WAIT_WARNING_S = 60.0  # as dist.WAIT_WARNING_S, which only torch could bring here
 _MEANT = ("placement", "shard_group_size", "resident_layers")
 _STRATEGIES: dict[str, dict[str, str]] = {
     "FULL_SHARD": {"placement": "shard", "shard_group_size": "all"},
@@ -51,7 +52,7 @@ class PlacementOptions(BaseModel):
     unit_paths: list[str] | None = None
     """Paths of the modules to gather one at a time, such as `model.layers` or `model.block_*`, where the decoder layers
     are not found from the model itself or are too large; everything that counts layers then counts these."""
-    wait_warning_s: float = Field(default=60.0, ge=0)
+    wait_warning_s: float = Field(default=_WAIT_WARNING_S, ge=0)
     """Seconds that a rank waits for the others where they compare what they are about to do, before it says on stderr,
     once for each wait, where it is and where they are; 0: never."""
 
@@ -119,7 +120,7 @@ class ResolvedPlacement:
     layer_microbatch_size: int | None
     activation_checkpointing_layers: Literal["all"] | int = "all"
     unit_paths: list[str] | None = None
-    wait_warning_s: float = 60.0
+    wait_warning_s: float = _WAIT_WARNING_S
 
 
 def read_placement(**options: object) -> PlacementOptions:

@@ -201,6 +201,10 @@ def check_resume(
             f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the "
             "number of steps alone counts from here on, and the learning rate bends there"
         )
+    if saved.dtype is not None and saved.dtype != facts.dtype:
+        tell(
+            f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have"
+        )
     if arguments.ignore_data_skip:
         return saved.world_size
     if (saved.data_sha256, saved.num_rows) != (facts.data_sha256, facts.num_rows):

@@ -26,9 +26,8 @@ from .console import Console
 from .data.options import DataOptions
 from .data.prepare import Prepared, prepare
 from .data.tokenizer import load_tokenizer
-from .dtypes import choose_dtype
 from .errors import ConfigError, RunStopped, TrainingError, UserError
-from .forecast import describe_base, describe_training
+from .forecast import describe_base, describe_training, settle_dtype_here
 from .heartbeat import Heartbeat
 from .loraplus import make_loraplus_optimizer
 from .manifest import clear_leftovers, delete, list_checkpoints, read_step, set_aside
@@ -201,9 +200,10 @@ def settle_dtype(
     if saved is not None:
         tell(f"dtype: {saved}, as before {checkpoint}")
         return config.with_dtype(saved)
-    dtype, sentence = choose_dtype("auto", device, explain)
-    tell(str(sentence))
-    return config.with_dtype(str(dtype).removeprefix("torch."))
+    config, notes = settle_dtype_here(config, device, explain)
+    for note in notes:
+        tell(note)
+    return config
 
 
 def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable[[str], None]) -> tuple[PeftModel, int]:

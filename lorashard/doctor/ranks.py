@@ -10,7 +10,7 @@ import torch
 
 from .. import dist
 from ..disk import show_bytes
-from ..dtypes import choose_dtype, explain_slow_bfloat16
+from ..dtypes import choose_dtype, explain_slow_bfloat16, name_of
 from ..environment import find_pairs_without_peer_access
 from ..errors import VerificationError
 from ..plan.probe import Speeds, measure_speeds
@@ -187,13 +187,9 @@ def _judge_dtype(device: torch.device, dtype: torch.dtype, sentence: str) -> Che
     return Check("dtype", "ok", f"auto is {sentence.removeprefix('dtype: ')}", None, figures)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _judge_speeds(device: torch.device, dtype: torch.dtype, own: Speeds, everyones: Sequence[Speeds]) -> list[Check]:
     if device.type == "cpu":
-        found = f"{own.flops_per_s / 1e9:.0f} GFLOPS in {_name(dtype)}"
+        found = f"{own.flops_per_s / 1e9:.0f} GFLOPS in {name_of(dtype)}"
         return [
             Check("pinned memory", "skip", "needs a GPU"),
             Check("compute", "ok", found, None, {"flops_per_s": own.flops_per_s}),
@@ -202,7 +198,7 @@ def _judge_speeds(device: torch.device, dtype: torch.dtype, own: Speeds, everyon
     if own.peer_bytes_per_s is not None:
         checks.append(_judge_peers(own.peer_bytes_per_s, own.host_bytes_per_s))
     best = max(speeds.flops_per_s for speeds in everyones)
-    found = f"{own.flops_per_s / 1e12:.0f} TFLOPS in {_name(dtype)}"
+    found = f"{own.flops_per_s / 1e12:.0f} TFLOPS in {name_of(dtype)}"
     figures = {"flops_per_s": own.flops_per_s}
     if own.flops_per_s < _SLOW_RANK_SHARE * best:
         mend = "all ranks wait for the slowest: is it another model, hot, or at work for another program (nvidia-smi)?"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..dtypes import name_of
 from ..model.checkpoint import INDEX_NAME
 
 _TOKENIZER_FILES = (
@@ -84,7 +85,7 @@ def _copy_config(
     """Write the base's config with what merging has changed; all else stays as it is, known to transformers or not."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = name_of(dtype)
     config["architectures"] = [_class_name(model)]
     parts = [config] + [part for part in config.values() if isinstance(part, dict) and "model_type" in part]
     for part in parts:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..dtypes import name_of
 from ..errors import ConfigError
 from ..model.quantizing import find_quantizers
 from ..quantization.format import Quantizer
@@ -54,7 +55,7 @@ class Requantized:
             config |= {
                 "bnb_4bit_quant_type": "nf4",
                 "bnb_4bit_use_double_quant": self.quantization.double_quant,
-                "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+                "bnb_4bit_compute_dtype": name_of(dtype),
                 "bnb_4bit_quant_storage": "uint8",
             }
         return config
@@ -178,7 +179,7 @@ def _name(
     state: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": quantizer.block_size,
-        "dtype": str(values.dtype).removeprefix("torch."),
+        "dtype": name_of(values.dtype),
         "shape": list(values.shape),
     }
     stored = {key: named[""].view(-1, 1), f"{key}.absmax": named["absmax"], f"{key}.quant_map": torch.tensor(NF4_CODE)}

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .. import dist
+from ..dtypes import name_of
 from ..errors import CheckpointError, ConfigError
 from ..progress import Progress, told_progress
 from ..quantization.options import Format, Quantization, describe_quantization
@@ -125,7 +126,7 @@ def sign_adapter(
     if identity is not None:
         metadata[_METADATA_KEY] = json.dumps(identity.files, sort_keys=True)
     if quantization is not None:
-        values = asdict(quantization) | ({"dtype": str(dtype).removeprefix("torch.")} if dtype is not None else {})
+        values = asdict(quantization) | ({"dtype": name_of(dtype)} if dtype is not None else {})
         metadata[_QUANTIZATION_KEY] = json.dumps(values, sort_keys=True)
     save_file(load_file(file), partial, metadata=metadata)
     os.replace(partial, file)

@@ -225,10 +225,11 @@ def load_sharded(
         is_stored_quantized = weights.stored_format is not None and weights.stored_format.quantization is not None
         check_loftq(lora, is_stored_quantized)
         # Modules that a quantised checkpoint left as they are stay so.
+        own_parameters = set(own.values())
         quantizers = (
             {name: quantizer for name, quantizer in weights.stored_quantizers().items() if name not in own}
             if is_stored_quantized
-            else find_quantizers(skeleton, quantization, lambda p: isinstance(p, Placeholder) or p in set(own.values()))
+            else find_quantizers(skeleton, quantization, lambda p: isinstance(p, Placeholder) or p in own_parameters)
         )
         read_quantized(skeleton, quantizers, source, device)
         line = weights.describe_stored()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..dtypes import name_of
 from ..errors import CheckpointError
 from ..quantization.int8 import Int8
 from ..quantization.nf4 import Nf4
@@ -197,7 +198,7 @@ def _take(left: dict[str, StoredTensor], key: str, of: StoredTensor) -> StoredTe
 
 def _check(stored: StoredTensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None) -> None:
     if stored.dtype not in dtypes:
-        raise _wrong(stored, " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes), stored.dtype)
+        raise _wrong(stored, " or ".join(map(name_of, dtypes)), stored.dtype)
     if shape is not None and stored.shape != tuple(shape):
         raise _wrong(stored, f"shape {list(shape)}", list(stored.shape))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ..dtypes import name_of
 from ..errors import CheckpointError
 from ..quantization.format import Quantizer
 from .checkpoint import Checkpoint, StoredTensor, read_config_json, shorten
@@ -191,7 +192,7 @@ class BaseWeights:
         where = f"{self._checkpoint.folder} is stored in {self.stored_format.description}"
         made = [name for name in self.names if self.is_made(name)]
         rest = [name for name in made if self.stored_quantizer(name) is None]
-        dtypes = " and ".join(sorted({str(self.target_dtype(name)).removeprefix("torch.") for name in rest}))
+        dtypes = " and ".join(sorted({name_of(self.target_dtype(name)) for name in rest}))
         if not rest:
             return f"{where}: its bytes are kept as they are"
         if len(rest) == len(made):

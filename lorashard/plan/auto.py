@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from torch.overrides import TorchFunctionMode
 
 from .. import dist
+from ..dtypes import name_of
 from ..model.stacks import name_units
 from ..model.stored_formats import StoredFormat, settle_quantization
 from ..placement import PlacementOptions, ResolvedPlacement, resolve_placement
@@ -69,7 +70,7 @@ class BaseModel:
         if stored is None:
             return self, None
         quantization = settle_quantization(stored, self.quantization, self.model_name_or_path)
-        outcome = f"dequantised to {str(self.dtype).removeprefix('torch.')} while it is read"
+        outcome = f"dequantised to {name_of(self.dtype)} while it is read"
         kept = stored if stored.quantization is not None else None
         if kept is not None:
             outcome = "its bytes are kept as they are, those of all linear weights of decoder layers"

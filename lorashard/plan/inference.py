@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import dist
+from ..dtypes import name_of
 from ..placement import PlacementOptions, ResolvedPlacement, choose_group_size, resolve_placement
 from .auto import BaseModel
 from .probe import measure_free_bytes
-from .size import ModelSize, measure_model
+from .size import ModelSize, find_stored_dtype, measure_model
 
 _HEADROOM_BYTES = 2**30
 
@@ -39,6 +40,7 @@ def plan_inference(
         num_cached_tokens * count_cache_bytes(model.config, base.dtype),
         world_size,
         dist.find_node_size(),
+        is_cast=find_stored_dtype(base.model_name_or_path, base.revision) not in (None, name_of(base.dtype)),
     )
 
 
@@ -61,22 +63,25 @@ def place_for_inference(
     reserve_bytes: int,
     world_size: int,
     node_size: int | None,
+    *,
+    is_cast: bool = False,
 ) -> ResolvedPlacement:
     """Return the placement with the fewest gathers that fits, among those that `options` leave open.
 
     A base that fits each device is whole there, and ranks need not wait for one another. On a CPU, whose parameters
-    are the files' own pages, `file` is that.
+    are the files' own pages, `file` is that, unless a copy of the base would have to be written in another dtype.
 
     Args:
         free_bytes: of the device with the least.
         reserve_bytes: for the key-value cache and activations.
+        is_cast: whether the base computes in another dtype than its files have.
     """
     spare_bytes = free_bytes - reserve_bytes - size.adapter_bytes - size.workspace_bytes - _HEADROOM_BYTES
     if options.combine()["placement"] == "auto":
         groups = [choose_group_size(options.combine()["shard_group_size"], world_size, node_size)]
         if options.combine()["shard_group_size"] is None:
             groups.append(world_size)  # through the network, if a node cannot hold the base
-        chosen, group_size = _choose(size, device_type, spare_bytes, groups)
+        chosen, group_size = _choose(size, device_type, spare_bytes, groups, is_cast)
         if chosen in ("replicate", "file") or group_size != groups[0]:
             options = options.model_copy(update={"shard_group_size": group_size})
         options = options.model_copy(update={"placement": chosen})
@@ -89,12 +94,16 @@ def place_for_inference(
     return resolve_placement(options, world_size, node_size)
 
 
-def _choose(size: ModelSize, device_type: str, spare_bytes: int, groups: Sequence[int]) -> tuple[str, int | None]:
+def _choose(
+    size: ModelSize, device_type: str, spare_bytes: int, groups: Sequence[int], is_cast: bool
+) -> tuple[str, int | None]:
     """Return a placement, and the first of `groups` that it fits, if it shards."""
-    if device_type == "cpu":
+    if device_type == "cpu" and not is_cast:
         return "file", None
     if size.base_bytes <= spare_bytes:
         return "replicate", None
+    if device_type == "cpu":
+        return "file", None
     for group_size in groups:
         shard_bytes = sum(unit.shard_bytes(group_size) for unit in size.units)
         if group_size > 1 and shard_bytes + _slot_bytes(size, 1) <= spare_bytes:

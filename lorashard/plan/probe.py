@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from .. import dist
+from ..dtypes import name_of
 from ..progress import told_work
 from .hardware import Hardware, find_gpu_type, guess_gpu_type, usable_bytes
 
@@ -214,7 +215,7 @@ def _describe_machine(device: torch.device, dtype: torch.dtype) -> str:
     else:
         name, driver = _read_cpu_name(), f"{torch.get_num_threads()} threads"
     ranks = f"{dist.get_world_size()} ranks"
-    return ", ".join((name, driver, f"torch {torch.__version__}", str(dtype).removeprefix("torch."), ranks))
+    return ", ".join((name, driver, f"torch {torch.__version__}", name_of(dtype), ranks))
 
 
 def _read_cpu_name() -> str:

@@ -181,6 +181,19 @@ def find_stored(model_name_or_path: str, revision: str | None = None) -> StoredF
     return find_stored_format(read_config_json(_find_config(model_name_or_path, revision)), model_name_or_path)
 
 
+def find_stored_dtype(model_name_or_path: str, revision: str | None = None) -> str | None:
+    """Return the name of the dtype that a model's files are in, as its config tells; None where it does not.
+
+    Raises:
+        CheckpointError: there is no config to be had.
+    """
+    values = read_config_json(_find_config(model_name_or_path, revision))
+    parts = (values, values.get("text_config") or {})
+    return next(
+        (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), None
+    )
+
+
 def compare_with_headers(size: ModelSize, revision: str | None = None) -> str | None:
     """Return a sentence if the weight files' headers tell of another model than the config, or cannot be read."""
     folder = Path(size.name)
@@ -237,5 +250,6 @@ __all__ = [
     "build_meta_model",
     "compare_with_headers",
     "find_stored",
+    "find_stored_dtype",
     "measure_model",
 ]

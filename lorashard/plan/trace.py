@@ -290,7 +290,10 @@ def _code_for(model: PeftModel, microbatch: Microbatch) -> Iterator[None]:
     config = model.get_base_model().config
     wanted = config._attn_implementation
     # Falcon's code knows its own kinds alone, and takes any other name for eager.
-    is_asked_by_name = any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(m).__module__]) for m in model.modules())
+    is_asked_by_name = any(
+        "ALL_ATTENTION_FUNCTIONS" in getattr(sys.modules.get(type(m).__module__), "__dict__", {})
+        for m in model.modules()
+    )
     is_replaced = wanted == "sdpa" and is_asked_by_name
     if is_replaced:
         # transformers cannot tell from fake tensors that no row is padded, and would make masks.

@@ -37,11 +37,11 @@ def _settle_dtype(options: VerifyOptions) -> VerifyOptions:
     Ranks: collective over all ranks.
     """
     from .. import api, dist
-    from ..dtypes import choose_dtype, read_dtype
+    from ..dtypes import settle_name
     from ..output import say
 
-    dtype, sentence = choose_dtype(read_dtype(options.dtype), api.join_launch())
+    name, sentence = settle_name(options.dtype, api.join_launch())
     # The loading of an adapter says by itself what an explicit dtype costs.
     if sentence is not None and (options.dtype == "auto" or options.adapter is None):
         say(dist.get_rank(), sentence)
-    return options.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    return options.model_copy(update={"dtype": name})

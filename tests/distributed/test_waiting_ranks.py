@@ -7,13 +7,14 @@ import io
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import run_ranks
 from tiny import build_model, make_batch
 
 import lorashard
-from lorashard.dist import HostGroup, set_timeout
+from lorashard.dist import HostGroup, Lookout, RollCall, set_timeout
 from lorashard.errors import ShardError
 
 CPU_BUDGET_S = 60
@@ -61,23 +62,50 @@ def test_ranks_that_wait_for_one_that_is_elsewhere_say_where_all_are():
     assert found[2][0] == ""
 
 
-def agree_late(rank: int) -> str:
+def agree_late(rank: int, late: int) -> str:
     host_group = HostGroup.of_all(wait_warning_s=0.2)
     host_group.find_largest([rank], "begin")
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        if rank == 2:
+        if rank == late:
             time.sleep(1)
         host_group.find_largest([rank], "end a step")
     return said.getvalue()
 
 
-def test_what_an_absent_rank_did_last_is_what_all_did_last():
-    """Catches a rank that takes its own message, which is on the way, for one that all have answered."""
-    for rank, said in enumerate(run_ranks(agree_late, 3)[:2]):
-        assert f"rank {rank} has waited" in said
-        assert "rank 2 is elsewhere: it last came" in said
-        assert "s ago, to begin" in said
+@pytest.mark.parametrize("late", [2, 0])
+def test_what_an_absent_rank_did_last_is_what_all_did_last(late):
+    """Catches a rank that takes its own message for one that all have answered, or waits in silence to send it to 0."""
+    for rank, said in enumerate(run_ranks(agree_late, 3, late)):
+        if rank != late:
+            assert f"rank {rank} has waited" in said
+            assert f"rank {late} is elsewhere: it last came" in said
+            assert "s ago, to begin" in said
+
+
+class Work:
+    def __init__(self, is_done: bool) -> None:
+        self.is_done = is_done
+
+    def wait(self, timeout: object = None) -> None:
+        if not self.is_done:
+            raise RuntimeError("Timed out")
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+
+def test_a_wait_in_vain_is_forgotten_when_the_ranks_meet_again(monkeypatch):
+    """Catches a rank that goes on after a ShardError and is said to this day to have waited in vain."""
+    roll_call = RollCall(dist.HashStore(), 0, 1, "waits")
+    monkeypatch.setattr(RollCall, "of_group", lambda name: roll_call)
+    lookout = Lookout(range(1), 0)
+    with pytest.raises(ShardError):
+        lookout.wait(Work(False), "begin")
+    (word,) = roll_call.read_words()
+    assert word is not None and "in vain" in word
+    lookout.wait(Work(True), "begin")
+    assert roll_call.read_words() == [""]
 
 
 def be_late(rank: int) -> tuple[str, list[str | None]]:

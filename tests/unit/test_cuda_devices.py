@@ -36,7 +36,7 @@ def test_a_device_is_given_the_index_that_its_tensors_will_have(monkeypatch, cur
     """Catches a base that cannot be loaded by a script that no launcher has started: accelerate says `cuda` there."""
     current[0] = 3
     alone = SimpleNamespace(num_processes=1, device=CUDA, distributed_type="NO")
-    monkeypatch.setattr(api, "PartialState", lambda cpu: alone)
+    monkeypatch.setattr(api, "PartialState", lambda cpu, backend: alone)
     assert api.join_launch() == api.with_index(CUDA) == torch.device("cuda", 3)
     assert api.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert api.with_index(torch.device("cpu")) == torch.device("cpu")
@@ -51,9 +51,9 @@ def test_several_gpus_without_a_launcher_are_told_of(
 ):
     """Catches a script whose Trainer ends somewhere in nn.DataParallel, and a warning to those who do not train."""
     state = SimpleNamespace(num_processes=1, device=CUDA, distributed_type=distributed_type)
-    monkeypatch.setattr(api, "PartialState", lambda cpu: state)
+    monkeypatch.setattr(api, "PartialState", lambda cpu, backend: state)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert api.join_launch(will_train) == torch.device("cuda", 0)
+    assert api.join_launch(will_train=will_train) == torch.device("cuda", 0)
     assert [record.args for record in caplog.records] == [(num_gpus, torch.device("cuda", 0))] * warns
 
 
@@ -62,7 +62,7 @@ def test_the_device_argument_is_given_its_index_too(monkeypatch, current):
     asked = []
     monkeypatch.setattr(api, "load_sharded", lambda *args, **options: asked.append(args[3]))
     monkeypatch.setattr(api, "_finish", lambda model, *args: model)
-    api.load("a/base", LoraConfig(), "replicate", device=CUDA)
+    api.load("a/base", LoraConfig(), "replicate", device=CUDA, dtype=torch.float32)
     assert asked == [torch.device("cuda", 0)]
 
 

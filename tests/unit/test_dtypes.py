@@ -17,7 +17,7 @@ from tiny import build_base
 import lorashard
 from lorashard import dtypes
 from lorashard.config import RunConfig
-from lorashard.dtypes import choose_dtype, explain_slow_bfloat16
+from lorashard.dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
 from lorashard.errors import ConfigError
 from lorashard.forecast import settle_dtype_here
 from lorashard.manifest import place_partial, publish
@@ -76,7 +76,9 @@ def test_an_x86_cpu_needs_the_instructions_themselves(monkeypatch, is_known_to_o
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_known_to_onednn)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_avx512_bf16)
     monkeypatch.setattr(dtypes.platform, "machine", lambda: "x86_64")
-    assert (explain_slow_bfloat16(CPU) is not None) == is_slow
+    text = explain_slow_bfloat16(CPU)
+    assert (text is not None) == is_slow
+    assert text is None or ("1.3 times" if is_known_to_onednn else "65 times") in text
 
 
 @pytest.mark.parametrize("capability, is_slow", [((7, 5), True), ((8, 0), False), ((9, 0), False)])
@@ -85,6 +87,15 @@ def test_a_gpu_has_bfloat16_from_ampere_on(monkeypatch, capability, is_slow):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     assert (explain_slow_bfloat16(torch.device("cuda", 0)) is not None) == is_slow
+
+
+def test_a_dtype_may_be_given_by_name():
+    """Catches a name that torch is asked to load a model in, and a mistyped one that ends in an AttributeError."""
+    names = {"bf16": torch.bfloat16, "float16": torch.float16, "fp32": torch.float32, torch.float64: torch.float64}
+    assert {asked: read_dtype(asked) for asked in names} == names
+    for asked in ("float33", "nn", None):
+        with pytest.raises(ConfigError, match=r"expected auto.*float32.*found " + repr(asked)):
+            read_dtype(asked)  # type: ignore[arg-type]
 
 
 def save_checkpoint(folder: Path, dtype: str | None) -> Path:
@@ -149,6 +160,27 @@ def test_load_warns_once_of_a_slow_bfloat16(tiny_base, monkeypatch, caplog):
         assert len([record for record in caplog.records if SLOW in record.getMessage()]) == 1
         assert model.get_base_model().dtype == torch.bfloat16
         assert lorashard.load(str(tiny_base), lora, "replicate").get_base_model().dtype == torch.float32
+    by_name = lorashard.load(str(tiny_base), lora, "replicate", dtype="fp16")
+    assert by_name.get_base_model().dtype == torch.float16
+
+
+def test_autocast_to_a_slow_bfloat16_is_told_once(tiny_base, monkeypatch, caplog):
+    """Catches TRL's default bf16=True on the float32 base of `dtype="auto"`: 65 times as long, and no word of it."""
+    monkeypatch.setattr("lorashard.api.explain_slow_bfloat16", explain_slow)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+    def count(*, has_grad: bool, is_autocast: bool) -> int:
+        with torch.set_grad_enabled(has_grad), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            model(input_ids=torch.tensor([[1, 2]]))
+        return sum("bf16=False" in record.getMessage() for record in caplog.records)
+
+    model = lorashard.load(str(tiny_base), lora, "replicate", dtype=torch.float32)
+    assert count(has_grad=False, is_autocast=True) == 0
+    assert [count(has_grad=True, is_autocast=True) for _ in range(2)] == [1, 1]
+    caplog.clear()
+    for dtype, is_autocast in ((torch.float32, False), (torch.bfloat16, True)):
+        model = lorashard.load(str(tiny_base), lora, "replicate", dtype=dtype)
+        assert count(has_grad=True, is_autocast=is_autocast) == 0
 
 
 def log_on_ranks(rank: int, base: str) -> int:

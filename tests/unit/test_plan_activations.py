@@ -42,6 +42,13 @@ def measure_training(model: PeftModel, microbatch: Microbatch) -> int:
     return measure_peak(lambda: compute_loss(model, microbatch).backward())
 
 
+def test_code_without_a_module_is_planned(monkeypatch):
+    """Catches a KeyError where a model's code was read from a file and never imported under its name."""
+    model = build_meta(build_sized("llama"))
+    monkeypatch.setattr(type(model.get_base_model()), "__module__", "nowhere")
+    assert trace(model, CPU).peak_bytes > 0
+
+
 def build_mistral(dtype: torch.dtype):
     torch.manual_seed(0)
     config = MistralConfig(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
+from tiny import build_base
 from transformers import LlamaConfig
 
 from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
 from lorashard.placement import PlacementOptions, ResolvedPlacement
+from lorashard.plan import inference
+from lorashard.plan.auto import BaseModel
 from lorashard.plan.batches import count_row_bytes, plan_batches
-from lorashard.plan.inference import count_cache_bytes, place_for_inference
+from lorashard.plan.inference import count_cache_bytes, place_for_inference, plan_inference
 from lorashard.plan.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
 
 LAYER_BYTES = 8 * 2**20
@@ -96,6 +100,16 @@ def test_cpus_share_the_files_own_pages():
     for free_bytes in (FIXED_BYTES, FIXED_BYTES + BASE_BYTES):
         resolved = place(free_bytes, 2, "cpu")
         assert (resolved.placement, resolved.resident_layers) == ("file", 0)
+
+
+@pytest.mark.parametrize(("free_bytes", "expected"), [(2**40, "replicate"), (0, "file")])
+def test_a_cpu_keeps_a_base_in_memory_that_no_file_holds_so(monkeypatch, tmp_path, free_bytes, expected):
+    """Catches a float32 copy of a bfloat16 base on the disk of a machine whose memory has room for it."""
+    build_base("llama", torch.bfloat16, num_hidden_layers=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(inference, "measure_free_bytes", lambda device, ranks_per_node: free_bytes)
+    for dtype, placement in ((torch.bfloat16, "file"), (torch.float32, expected)):
+        base = BaseModel(str(tmp_path), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"), dtype)
+        assert plan_inference(base, PlacementOptions(), torch.device("cpu"), 1).placement == placement
 
 
 def test_an_explicit_placement_keeps_what_fits():

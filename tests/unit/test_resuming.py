@@ -174,6 +174,16 @@ def test_facts_of_another_version_are_told_and_skipped(tmp_path):
     assert saved.lora == older
 
 
+def test_another_dtype_than_the_checkpoint_s_is_said(tmp_path):
+    """A run that goes on in another dtype than it began in takes other steps, and nothing else shows it."""
+    checkpoint = save(tmp_path, 4, replace(SAVED, dtype="bfloat16"))
+    same = [make_config(tmp_path), make_arguments(), checkpoint]
+    assert check_resume(*same, replace(SAVED, dtype="bfloat16"), pytest.fail) == 2
+    told: list[str] = []
+    assert check_resume(*same, replace(SAVED, dtype="float32"), told.append) == 2
+    assert len(told) == 1 and "dtype float32 for bfloat16" in told[0]
+
+
 def test_a_changed_learning_rate_is_said_to_have_no_effect(tmp_path):
     """A person who lowers the rate of a run that goes on, and believes that it was lowered."""
     told: list[str] = []
