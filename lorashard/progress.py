@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from .disk import show_bytes
 
@@ -36,7 +38,8 @@ class Teller(Protocol):
 class LiveBar:
     """One tqdm bar, the last line of a terminal, for whatever is being done; it vanishes when that is over.
 
-    What else is written to the terminal is written within `hidden`, from any thread.
+    On stdout or stderr, what else this process writes to the terminal goes through `write_line`, from any thread, and
+    what loggers write does so by itself. On another stream it is written within `hidden`.
     """
 
     def __init__(self, stream: Any, silent_s: float = _SILENT_S) -> None:
@@ -52,6 +55,7 @@ class LiveBar:
         self._bar: tqdm | None = None
         self._what = ""
         self._begin_s = self._next_s = 0.0
+        self._redirected = ExitStack()
 
     def show(self, what: str, done: int, total: int | None, unit: str, note: str = "") -> None:
         """Draw the bar, a new one where it is of other work than before.
@@ -87,6 +91,8 @@ class LiveBar:
             bar_format=_UNCOUNTED,
         )
         bar.start_t -= self._silent_s  # the work has taken so long already
+        if self._stream is sys.stdout or self._stream is sys.stderr:
+            self._redirected.enter_context(_logged_above_bars())
         return bar
 
     @contextmanager
@@ -113,6 +119,7 @@ class LiveBar:
         with self._lock:
             if self._bar is not None:
                 self._bar.close()
+            self._redirected.close()
             self._bar, self._what = None, ""
 
 
@@ -169,7 +176,7 @@ def told_progress(
         yield given
         return
     stream = stream or sys.stderr
-    teller: Teller = LiveBar(stream) if is_terminal(stream) else ProgressLines(lambda line: _print(line, stream))
+    teller: Teller = LiveBar(stream) if is_terminal(stream) else ProgressLines(lambda line: _tell(line, stream))
     try:
         yield lambda done, total, unit: teller.show(what, done, total, unit) if is_shown else None
     finally:
@@ -183,7 +190,7 @@ def told_work(what: str, is_shown: bool = True) -> Iterator[None]:
     Args:
         is_shown: as for `told_progress`.
     """
-    timer = threading.Timer(_SILENT_S, _print, [f"{what} ...", sys.stderr])
+    timer = threading.Timer(_SILENT_S, _tell, [f"{what} ...", sys.stderr])
     timer.daemon = True
     if is_shown:
         timer.start()
@@ -193,7 +200,35 @@ def told_work(what: str, is_shown: bool = True) -> Iterator[None]:
         timer.cancel()
 
 
-def _print(line: str, stream: TextIO | None) -> None:
-    if stream is not None:
-        tqdm.write(f"lorashard: {line}", file=stream)
-        stream.flush()
+def write_line(line: str, stream: TextIO | None) -> None:
+    """Write a line to stdout or stderr; on a terminal above the bars of this process."""
+    if stream is None:
+        return
+    if is_terminal(stream):
+        tqdm.write(line, file=stream)
+    else:
+        print(line, file=stream)
+    stream.flush()
+
+
+def _tell(line: str, stream: TextIO | None) -> None:
+    write_line(f"lorashard: {line}", stream)
+
+
+@contextmanager
+def _logged_above_bars() -> Iterator[None]:
+    """Let what loggers write to a terminal stand above the bars of this process; levels and formats stay."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    last_resort = logging.lastResort  # where a record goes that finds no handler
+    with ExitStack() as restored:
+        for handler in handlers:
+            stream = getattr(handler, "stream", None)
+            if (stream is sys.stdout or stream is sys.stderr) and is_terminal(stream):
+                handler.setStream(DummyTqdmFile(stream))
+                restored.callback(handler.setStream, stream)
+        if last_resort is not None and is_terminal(sys.stderr):
+            logging.lastResort = logging.StreamHandler(DummyTqdmFile(sys.stderr))
+            logging.lastResort.setLevel(last_resort.level)
+            restored.callback(setattr, logging, "lastResort", last_resort)
+        yield

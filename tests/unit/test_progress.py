@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lorashard import progress
+from lorashard.model import identity as identities
 from lorashard.model.identity import BaseIdentity
 from lorashard.progress import ProgressLines, show_amount, told_progress, told_work
 
@@ -81,3 +82,22 @@ def test_hashing_tells_how_many_bytes_it_has_read(tmp_path: Path, monkeypatch):
     total = sum(map(len, contents.values()))
     assert len(told) > 2 and told[-1] == (total, total, "bytes hashed")
     assert [done for done, *_ in told] == sorted(done for done, *_ in told)
+
+
+def test_files_whose_hash_is_known_count_as_hashed(tmp_path: Path, monkeypatch):
+    """Catches a bar that ends at 5 of 140 GB, since the other files were hashed before or named by the hub's cache."""
+    monkeypatch.setattr(identities, "find_cache_dir", lambda: tmp_path / "cache")
+    later_s = time.time() + 60
+    monkeypatch.setattr(
+        identities.time, "time", lambda: later_s
+    )  # files that have just been written are not remembered
+    blob = tmp_path / "blobs" / ("0" * 64)
+    files = [tmp_path / "known.safetensors", tmp_path / "new.safetensors", blob]
+    blob.parent.mkdir()
+    for number, file in enumerate(files):
+        file.write_bytes(b"x" * 1000 * (number + 1))
+    identities.hash_file(files[0])
+    assert (tmp_path / "cache" / "hashes.json").exists()
+    told: list[tuple[int, int | None, str]] = []
+    BaseIdentity.of(files, lambda *counts: told.append(counts))
+    assert told[-1] == (6000, 6000, "bytes hashed")
