@@ -119,7 +119,8 @@ class ConvertedUnits:
 
         Args:
             device: where weights are quantised.
-            progress: told how many "units converted" there are, if this process converts; by default the person is.
+            progress: told how many "units converted" there are, whichever process converts; by default the person is,
+                by that process.
 
         Raises:
             CheckpointError: there is no room for them.
@@ -143,8 +144,13 @@ class ConvertedUnits:
                     _write(unit, self._source, partial / unit.name, device)
                     tell(number, len(self._units), "units converted")
 
+        def look(partials: list[Path]) -> None:
+            if progress is not None:
+                num_files = max((len(list(partial.glob("*"))) for partial in partials), default=0)
+                progress(num_files, len(self._units), "units converted")
+
         try:
-            make_once(self.folder, check_room, fill)
+            make_once(self.folder, check_room, fill, look)
         except OSError as error:
             raise CheckpointError(
                 f"the converted weights could not be written to {parent} ({error.strerror or error}): "

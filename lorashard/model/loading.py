@@ -192,9 +192,8 @@ def load_sharded(
         allow_unexpected: prefixes of stored keys for which the model need have no place.
         num_labels: of a new classifier; a saved one's head tells.
         may_link: as for `resolve_folder`.
-        progress: as for `resolve_folder`; then told how many "bytes hashed" there are, "units converted" by this
-            process, and "units", of how many. By default the person is told on stderr of what takes longer than two
-            seconds.
+        progress: as for `resolve_folder`; then told how many "bytes hashed" there are, "units converted", and "units",
+            of how many. By default the person is told on stderr of what takes longer than two seconds.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
