@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
-from tqdm.contrib import DummyTqdmFile
 
 from .disk import show_bytes
 
@@ -217,18 +217,25 @@ def _tell(line: str, stream: TextIO | None) -> None:
 
 @contextmanager
 def _logged_above_bars() -> Iterator[None]:
-    """Let what loggers write to a terminal stand above the bars of this process; levels and formats stay."""
+    """Let what loggers write to a terminal stand above the bars of this process, each handler in its own way."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
-    last_resort = logging.lastResort  # where a record goes that finds no handler
-    with ExitStack() as restored:
-        for handler in handlers:
-            stream = getattr(handler, "stream", None)
-            if (stream is sys.stdout or stream is sys.stderr) and is_terminal(stream):
-                handler.setStream(DummyTqdmFile(stream))
-                restored.callback(handler.setStream, stream)
-        if last_resort is not None and is_terminal(sys.stderr):
-            logging.lastResort = logging.StreamHandler(DummyTqdmFile(sys.stderr))
-            logging.lastResort.setLevel(last_resort.level)
-            restored.callback(setattr, logging, "lastResort", last_resort)
+    shown = [handler for handler in {*handlers, logging.lastResort} if _writes_to_terminal(handler)]
+    for handler in shown:
+        vars(handler)["emit"] = partial(_emit_above_bars, handler.emit)
+    try:
         yield
+    finally:
+        for handler in shown:
+            del vars(handler)["emit"]
+
+
+def _writes_to_terminal(handler: logging.Handler | None) -> bool:
+    stream = getattr(handler, "stream", None)
+    is_taken = handler is None or "emit" in vars(handler)  # for another bar
+    return not is_taken and (stream is sys.stdout or stream is sys.stderr) and is_terminal(stream)
+
+
+def _emit_above_bars(emit: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+    with tqdm.external_write_mode(file=sys.stderr):
+        emit(record)

@@ -66,6 +66,9 @@ own = logging.getLogger("own")
 own.addHandler(logging.StreamHandler())
 own.handlers[0].setFormatter(logging.Formatter("own: %(message)s"))
 own.propagate = False
+last = logging.getLogger("last")  # as torch's has it: a handler whose stream is always today's stderr
+last.addHandler(logging._StderrHandler("WARNING"))
+last.propagate = False
 progress._REDRAW_S = 0
 bar = progress.LiveBar(sys.stdout, silent_s=0.0)
 def show(step):
@@ -76,18 +79,20 @@ show(11)
 say(0, "a word")
 logging.getLogger("lorashard.model").warning("a logged line")
 own.warning("with a format")
+last.warning("a last resort")
 strict.warning("not shown")
 show(12)
 progress.write_line("step 12", sys.stdout)
 bar.close()
 logging.getLogger("lorashard.model").warning("after the bar")
-assert own.handlers[0].stream is sys.stderr
+assert own.handlers[0].emit.__func__ is logging.StreamHandler.emit
 """
 RANK_LINES = [
     "lorashard: a warning",
     "lorashard: a word",
     "a logged line",
     "own: with a format",
+    "a last resort",
     "step 12",
     "after the bar",
 ]
