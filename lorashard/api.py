@@ -113,8 +113,8 @@ def load(
             the time went, is written when the last of them ends.
         profile_dir: the folder for it: `rank_K.json` of each rank, and `summary.md`.
         progress: told on this rank how much is there, of how much, and of what: "bytes" while weights are downloaded,
-            "bytes hashed" of its files, "units" of the model while they are read. By default rank 0 tells the person on
-            stderr of what takes longer than two seconds.
+            "bytes hashed" of its files, "units converted" and "units" of the model while they are read. By default the
+            person is told on rank 0's stderr of what takes longer than two seconds.
         **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.

@@ -1,7 +1,7 @@
 """What rank 0 shows the person of a run: a compact line for a logged step, and under them one live bar.
 
 Only lines go into a log. Where a terminal is on the other side of lorashard's launcher, that draws the bar, from
-status.json.
+status.json, and says so there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import datasets
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
-from .progress import LiveBar, ProgressLines, is_terminal
+from .progress import LiveBar, ProgressLines, is_terminal, write_line
 from .status import show_status
 
 # What is worth a place in a step's line, by the names that TRL's trainers log it under, and what it is called there.
@@ -31,6 +31,7 @@ _SHOWN = {
     "kl": "kl",
     "completions/mean_length": "answer length",
 }
+_TOLD_PHASES = ("tokenise", "load")  # later there are the steps' lines
 _SUMMARY = "train_runtime"  # of the line that ends a training
 
 
@@ -60,13 +61,8 @@ class Console:
 
     def print(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if not self._is_shown:
-            return
-        if self._bar is None:
-            print(line, flush=True)
-            return
-        with self._bar.hidden():
-            print(line, flush=True)
+        if self._is_shown:
+            write_line(line, sys.stdout)
 
     def show(self, status: Mapping[str, Any]) -> None:
         """Show how far a run is; see `status.Status`."""
@@ -74,10 +70,7 @@ class Console:
             return
         if self._bar is not None:
             show_status(status, self._bar)
-        elif self._lines is not None and status.get("phase") in (
-            "tokenise",
-            "load",
-        ):  # later there are the steps' lines
+        elif self._lines is not None and not status.get("has_bar") and status.get("phase") in _TOLD_PHASES:
             show_status(status, self._lines)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .errors import ShardError
 from .plugins import is_on
+from .progress import write_line
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -295,7 +296,7 @@ class Lookout:
         left_s = begin_s + self._warn_after_s - time.monotonic()
         try:
             if self._warn_after_s > 0 and not _is_done_within(work, max(left_s, 0.001)):
-                print(f"lorashard: {self._describe(roll_call, deed, begin_s)}", file=sys.stderr, flush=True)
+                write_line(f"lorashard: {self._describe(roll_call, deed, begin_s)}", sys.stderr)
             work.wait()
         except RuntimeError as error:
             _leave_word(roll_call, f"has waited in vain, to {deed}")

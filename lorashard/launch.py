@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 from .base_options import BaseOptions, RankOptions
@@ -32,7 +33,7 @@ from .importing import quick_imports
 from .lock import lock_run
 from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
-from .progress import is_terminal, told_progress
+from .progress import LiveBar, is_terminal, told_progress
 from .status import Status, has_begun, read_status, show_status, told_status
 from .stopping import RESTARTS_VARIABLE, StopRequest, find_restarts
 from .terminal import Terminal
@@ -99,7 +100,8 @@ def run_with_restarts(
 ) -> int:
     """Run a command in ranks, and again where one has died, as often as `max_restarts` says; return the exit code."""
     has_bar = not config.trainer_options.get("disable_tqdm")
-    draw = (lambda bar: show_status(read_status(Path(config.output_dir)), bar)) if has_bar else None
+    draw = partial(_draw, Path(config.output_dir)) if has_bar else None
+    status.add(has_bar=has_bar and is_terminal(sys.stdout))  # so that rank 0's log does not tell the same on lines
     restarts = 0
     with signals.watched():  # between two starts too
         while True:
@@ -118,6 +120,13 @@ def run_with_restarts(
     status.hear_ranks()
     status.end("stopped" if failure.is_stop else "failed", failure.message)
     return failure.exit_code
+
+
+def _draw(folder: Path, bar: LiveBar) -> None:
+    """Show how far a run is, twice a second; what cannot be read is told by who needs it."""
+    said = read_status(folder, is_told=False)
+    if said:
+        show_status(said, bar)
 
 
 def run_command(

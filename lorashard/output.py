@@ -104,7 +104,7 @@ def warn(line: str) -> None:
         descriptor = None
     try:
         if descriptor is None or select.select([], [descriptor], [], _PATIENCE_S)[1]:
-            print(f"lorashard: {line}", file=sys.stderr, flush=True)
+            _write_line(line)
     except OSError:
         if descriptor is not None:  # what is left in the buffer must not fail at the interpreter's end
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
@@ -113,7 +113,13 @@ def warn(line: str) -> None:
 def say(rank: int, line: str) -> None:
     """Tell the person how it goes; rank 0 speaks."""
     if rank == 0:
-        print(f"lorashard: {line}", file=sys.stderr, flush=True)
+        _write_line(line)
+
+
+def _write_line(line: str) -> None:
+    from .progress import write_line  # tqdm is more than a rank's first steps need, which import this file
+
+    write_line(f"lorashard: {line}", sys.stderr)
 
 
 def give(rank: int, result: Mapping[str, Any], text: str, as_json: bool) -> None:

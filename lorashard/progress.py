@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
@@ -36,7 +38,8 @@ class Teller(Protocol):
 class LiveBar:
     """One tqdm bar, the last line of a terminal, for whatever is being done; it vanishes when that is over.
 
-    What else is written to the terminal is written within `hidden`, from any thread.
+    On stdout or stderr, what else this process writes to the terminal goes through `write_line`, from any thread, and
+    what loggers write does so by itself. On another stream it is written within `hidden`.
     """
 
     def __init__(self, stream: Any, silent_s: float = _SILENT_S) -> None:
@@ -52,6 +55,7 @@ class LiveBar:
         self._bar: tqdm | None = None
         self._what = ""
         self._begin_s = self._next_s = 0.0
+        self._redirected = ExitStack()
 
     def show(self, what: str, done: int, total: int | None, unit: str, note: str = "") -> None:
         """Draw the bar, a new one where it is of other work than before.
@@ -87,6 +91,8 @@ class LiveBar:
             bar_format=_UNCOUNTED,
         )
         bar.start_t -= self._silent_s  # the work has taken so long already
+        if self._stream is sys.stdout or self._stream is sys.stderr:
+            self._redirected.enter_context(_logged_above_bars())
         return bar
 
     @contextmanager
@@ -113,6 +119,7 @@ class LiveBar:
         with self._lock:
             if self._bar is not None:
                 self._bar.close()
+            self._redirected.close()
             self._bar, self._what = None, ""
 
 
@@ -169,7 +176,7 @@ def told_progress(
         yield given
         return
     stream = stream or sys.stderr
-    teller: Teller = LiveBar(stream) if is_terminal(stream) else ProgressLines(lambda line: _print(line, stream))
+    teller: Teller = LiveBar(stream) if is_terminal(stream) else ProgressLines(lambda line: _tell(line, stream))
     try:
         yield lambda done, total, unit: teller.show(what, done, total, unit) if is_shown else None
     finally:
@@ -183,7 +190,7 @@ def told_work(what: str, is_shown: bool = True) -> Iterator[None]:
     Args:
         is_shown: as for `told_progress`.
     """
-    timer = threading.Timer(_SILENT_S, _print, [f"{what} ...", sys.stderr])
+    timer = threading.Timer(_SILENT_S, _tell, [f"{what} ...", sys.stderr])
     timer.daemon = True
     if is_shown:
         timer.start()
@@ -193,7 +200,42 @@ def told_work(what: str, is_shown: bool = True) -> Iterator[None]:
         timer.cancel()
 
 
-def _print(line: str, stream: TextIO | None) -> None:
-    if stream is not None:
-        tqdm.write(f"lorashard: {line}", file=stream)
-        stream.flush()
+def write_line(line: str, stream: TextIO | None) -> None:
+    """Write a line to stdout or stderr; on a terminal above the bars of this process."""
+    if stream is None:
+        return
+    if is_terminal(stream):
+        tqdm.write(line, file=stream)
+    else:
+        print(line, file=stream)
+    stream.flush()
+
+
+def _tell(line: str, stream: TextIO | None) -> None:
+    write_line(f"lorashard: {line}", stream)
+
+
+@contextmanager
+def _logged_above_bars() -> Iterator[None]:
+    """Let what loggers write to a terminal stand above the bars of this process, each handler in its own way."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    shown = [handler for handler in {*handlers, logging.lastResort} if _writes_to_terminal(handler)]
+    for handler in shown:
+        vars(handler)["emit"] = partial(_emit_above_bars, handler.emit)
+    try:
+        yield
+    finally:
+        for handler in shown:
+            del vars(handler)["emit"]
+
+
+def _writes_to_terminal(handler: logging.Handler | None) -> bool:
+    stream = getattr(handler, "stream", None)
+    is_taken = handler is None or "emit" in vars(handler)  # for another bar
+    return not is_taken and (stream is sys.stdout or stream is sys.stderr) and is_terminal(stream)
+
+
+def _emit_above_bars(emit: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+    with tqdm.external_write_mode(file=sys.stderr):
+        emit(record)

@@ -191,13 +191,18 @@ def describe_end(error: BaseException) -> str:
     return str(error) if isinstance(error, (RunStopped, UserError)) else f"{type(error).__name__}: {error}"
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """Return what status.json says; nothing where there is none, or none that can be read, which is told."""
+def read_status(folder: Path, is_told: bool = True) -> dict[str, Any]:
+    """Return what status.json says; nothing where there is none, or none that can be read.
+
+    Args:
+        is_told: whether the person is told that it cannot be read.
+    """
     path = folder / _NAME
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except (OSError, ValueError) as error:
-        warn(f"{path} cannot be read: {describe_fault(error, folder)}")
+        if is_told:
+            warn(f"{path} cannot be read: {describe_fault(error, folder)}")
         return {}
 
 

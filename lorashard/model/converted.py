@@ -16,7 +16,7 @@ import transformers
 
 from ..engine import Layout
 from ..errors import CheckpointError
-from ..progress import told_progress
+from ..progress import Progress, told_progress
 from .identity import BaseIdentity, find_cache_dir, hash_file
 from .making import make_once
 from .sources import Source, fill_shard, plan_unit
@@ -114,11 +114,13 @@ class ConvertedUnits:
                 "anew"
             ) from error
 
-    def make(self, device: torch.device, purpose: Purpose) -> None:
+    def make(self, device: torch.device, purpose: Purpose, progress: Progress | None = None) -> None:
         """Write the files, if they are not there.
 
         Args:
             device: where weights are quantised.
+            progress: told how many "units converted" there are, whichever process converts; by default the person is,
+                by that process.
 
         Raises:
             CheckpointError: there is no room for them.
@@ -137,13 +139,18 @@ class ConvertedUnits:
             _logger.warning("converting %.1f GiB of weights once, into %s", self.num_bytes / 2**30, self.folder)
 
         def fill(partial: Path) -> None:
-            with told_progress("converting weights") as tell:
+            with told_progress("converting weights", given=progress) as tell:
                 for number, unit in enumerate(self._units.values(), start=1):
                     _write(unit, self._source, partial / unit.name, device)
-                    tell(number, len(self._units), "units")
+                    tell(number, len(self._units), "units converted")
+
+        def look(partials: list[Path]) -> None:
+            if progress is not None:
+                num_files = max((len(list(partial.glob("*"))) for partial in partials), default=0)
+                progress(num_files, len(self._units), "units converted")
 
         try:
-            make_once(self.folder, check_room, fill)
+            make_once(self.folder, check_room, fill, look)
         except OSError as error:
             raise CheckpointError(
                 f"the converted weights could not be written to {parent} ({error.strerror or error}): "

@@ -12,6 +12,7 @@ import torch
 from ..dist import ShardGroup
 from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placeholder
 from ..placement import check_num_layers
+from ..progress import Progress
 from .converted import FOR_FILE, FOR_RESTARTS, ConvertedUnits, hash_content
 from .identity import BaseIdentity
 from .mapped import MappedFiles
@@ -71,6 +72,7 @@ def find_quantized(
     *,
     is_asked_for: bool,
     is_file: bool,
+    progress: Progress | None = None,
 ) -> ConvertedUnits | None:
     """Return the units that are quantised while they are read, as files, where these are there or are to be made.
 
@@ -79,6 +81,7 @@ def find_quantized(
             the checkpoint would have to be hashed.
         is_asked_for: make them, so that the next start reads them.
         is_file: make them, since they are mapped.
+        progress: as for `ConvertedUnits.make`.
 
     Raises:
         CheckpointError: there is no room for them.
@@ -98,7 +101,7 @@ def find_quantized(
     converted = ConvertedUnits(units, source, hash_content(weights.files, identity))
     was_there = converted.is_complete
     if is_made:
-        converted.make(device, FOR_FILE if is_file else FOR_RESTARTS)
+        converted.make(device, FOR_FILE if is_file else FOR_RESTARTS, progress)
     if converted.is_complete:
         _logger.info(
             "the quantised base is read from %s (%.2f GiB%s)",
@@ -133,13 +136,16 @@ class FileHomes:
         device: torch.device,
         resident: Sequence[FoundUnit],
         identity: BaseIdentity | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._weights = weights
         self._device = device
         self._files = MappedFiles()
         self._copies = HostCopies(device)
         self._source = CheckpointSource(weights)
-        quantized = find_quantized(structure, weights, identity, device, is_asked_for=False, is_file=True)
+        quantized = find_quantized(
+            structure, weights, identity, device, is_asked_for=False, is_file=True, progress=progress
+        )
         self._in_memory = [
             *(resident if device.type != "cpu" else ()),
             *(unit for unit in structure.units if _has_new(unit)),
@@ -156,7 +162,7 @@ class FileHomes:
         self._converted = [quantized] if quantized is not None else []
         if unsuitable:
             converted = ConvertedUnits(unsuitable, self._source, hash_content(weights.files, identity))
-            converted.make(device, FOR_FILE)
+            converted.make(device, FOR_FILE, progress)
             self._converted.append(converted)
 
     def _find_part(self, weight: FoundWeight, part: int) -> list[tuple[Path, int, int]] | torch.Tensor | None:

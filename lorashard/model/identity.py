@@ -245,19 +245,22 @@ def hash_file(file: Path, advance: Callable[[int], None] | None = None) -> str:
     """Return the sha256 of a file's content, in hex.
 
     Args:
-        advance: told how many bytes more have been read, if any have to be.
+        advance: told how many bytes more are done: as they are read, or all where the hash is known already.
 
     The hub's cache names weight files so; others are read once, and again when anything that the system says of them
     differs: sizes and times of modification alone are the same for many checkpoints. A file that was changed a moment
     ago is read each time: clocks are coarse, and another change in the same tick would leave the same times.
     """
     resolved = file.resolve()
-    if resolved.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", resolved.name):
-        return resolved.name
     key = _find_facts(resolved)
     known_file = find_cache_dir() / "hashes.json"
-    known = _read_known(known_file).get(key)  # replaced as a whole, so read without the lock
+    if resolved.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", resolved.name):
+        known: str | None = resolved.name
+    else:
+        known = _read_known(known_file).get(key)  # replaced as a whole, so read without the lock
     if known is not None:
+        if advance is not None:
+            advance(resolved.stat().st_size)
         return known
     is_settled = time.time() - resolved.stat().st_ctime > _COARSEST_CLOCK_S
     sha256 = _hash(resolved, advance)

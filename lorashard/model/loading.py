@@ -192,8 +192,8 @@ def load_sharded(
         allow_unexpected: prefixes of stored keys for which the model need have no place.
         num_labels: of a new classifier; a saved one's head tells.
         may_link: as for `resolve_folder`.
-        progress: as for `resolve_folder`; then told how many "bytes hashed" there are, and how many "units", of how
-            many. By default the person is told on stderr of what takes longer than two seconds.
+        progress: as for `resolve_folder`; then told how many "bytes hashed" there are, "units converted", and "units",
+            of how many. By default the person is told on stderr of what takes longer than two seconds.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model or each other.
@@ -255,11 +255,11 @@ def load_sharded(
         group = ShardGroup.of_size(placement.group_size, placement.wait_warning_s)
         make_home: MakeHome
         if placement.placement == "file":
-            make_home = FileHomes(structure, weights, device, resident, identity)
+            make_home = FileHomes(structure, weights, device, resident, identity, progress)
         else:
             is_on_host = placement.placement == "host"
             converted = find_quantized(
-                structure, weights, identity, device, is_asked_for=cache_quantized, is_file=False
+                structure, weights, identity, device, is_asked_for=cache_quantized, is_file=False, progress=progress
             )
             make_home = ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device), converted)
         with told_progress("loading the base", dist.get_rank() == 0, progress) as tell:

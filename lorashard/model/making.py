@@ -11,8 +11,15 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
+_LOOK_S = 0.2
 
-def make_once(folder: Path, check_room: Callable[[int], None], fill: Callable[[Path], None]) -> None:
+
+def make_once(
+    folder: Path,
+    check_room: Callable[[int], None],
+    fill: Callable[[Path], None],
+    look: Callable[[list[Path]], None] = lambda partials: None,
+) -> None:
     """Make a folder if it is not there.
 
     Of the processes on a machine the first to come makes it, the others wait for it.
@@ -20,6 +27,7 @@ def make_once(folder: Path, check_room: Callable[[int], None], fill: Callable[[P
     Args:
         check_room: told the bytes that are free before anything is written; raises where they are too few.
         fill: writes what is to be in the folder into one that becomes it when all is there.
+        look: given, now and then while another process makes it, the folders that are being filled.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
@@ -27,7 +35,12 @@ def make_once(folder: Path, check_room: Callable[[int], None], fill: Callable[[P
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
+
+    def look_on() -> bool:
+        look(list(folder.parent.glob(f"{folder.name}.partial-*")))
+        return False  # and wait on
+
+    with FileLock(folder.with_suffix(".lock")).acquire(poll_interval=_LOOK_S, cancel_check=look_on):
         if folder.is_dir():
             return
         _remove_left_over(folder)

@@ -141,6 +141,18 @@ def test_the_cache_is_asked_for_and_told_apart(folder, own_cache, caplog):
             load(folder, quantization, dtype=dtype, placement="replicate")
 
 
+@pytest.mark.parametrize(
+    "options", ({"placement": "replicate", "cache_quantized": True}, {"placement": "file"}), ids=str
+)
+def test_who_hears_of_loading_hears_of_converting(folder, own_cache, options):
+    """Catches a run whose bar and status stand still for the minutes of converting."""
+    told: list[tuple[int, int | None, str]] = []
+    load(folder, progress=lambda *counts: told.append(counts), **options)
+    converted = [counts for counts in told if counts[2] == "units converted"]
+    assert converted[:NUM_LAYERS] == [(number, NUM_LAYERS, "units converted") for number in range(1, NUM_LAYERS + 1)]
+    assert told[-1][2] == "units"
+
+
 def convert_slowly(folder: str) -> None:
     write = converted._write
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, ProgressCallback, TrainerState
 
+from lorashard import progress
 from lorashard.console import Console, StepLines, describe_log, show_seconds
 from lorashard.output import leave_out_notices
 
@@ -87,6 +88,19 @@ def test_steps_are_printed_as_plain_lines(tmp_path: Path, capsys):
         assert saved.split() == ["step", "25/300", "saved", "checkpoint-25"]
         assert "\r" not in printed and "{" not in printed
         (tmp_path / "checkpoint-25").rmdir()
+
+
+def test_what_the_launcher_draws_is_not_told_on_lines_too(monkeypatch, capsys):
+    """Catches "loading: 3 of 24 units" above a bar that says the same, and a log without it where there is no bar."""
+    now_s = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])
+    for has_bar, expected in ((True, ""), (False, "lorashard: loading: 3 of 24 units\n")):
+        console = Console(0)
+        for done in (1, 3):
+            counts = {"done": done, "total": 24, "unit": "units"}
+            console.show({"phase": "load", "progress": counts, "has_bar": has_bar})
+            now_s[0] += 3
+        assert capsys.readouterr().out == expected
 
 
 def test_durations_are_short():

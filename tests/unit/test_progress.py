@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import io
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from lorashard import progress
+from lorashard.model import converted
+from lorashard.model import identity as identities
 from lorashard.model.identity import BaseIdentity
+from lorashard.model.sources import MemorySource
+from lorashard.model.units import LAYER, FoundUnit, FoundWeight
 from lorashard.progress import ProgressLines, show_amount, told_progress, told_work
 
 
@@ -81,3 +88,52 @@ def test_hashing_tells_how_many_bytes_it_has_read(tmp_path: Path, monkeypatch):
     total = sum(map(len, contents.values()))
     assert len(told) > 2 and told[-1] == (total, total, "bytes hashed")
     assert [done for done, *_ in told] == sorted(done for done, *_ in told)
+
+
+def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path: Path, monkeypatch):
+    """Catches rank 0's bar standing still for minutes, since rank 1 came first and converts."""
+    monkeypatch.setattr(converted, "find_cache_dir", lambda: tmp_path)
+    weights = [FoundWeight(name, nn.Parameter(torch.ones(4), requires_grad=False)) for name in "ab"]
+    units = [FoundUnit(f"layers.{number}", LAYER, [weight]) for number, weight in enumerate(weights)]
+    write, has_begun, is_heard = converted._write, threading.Event(), threading.Event()
+
+    def write_slowly(*given) -> None:
+        write(*given)
+        has_begun.set()
+        assert is_heard.wait(30)
+
+    def hear(*counts) -> None:
+        told.append(counts)
+        is_heard.set()
+
+    def make(progress) -> None:
+        made = converted.ConvertedUnits(units, MemorySource(), [])
+        made.make(torch.device("cpu"), converted.FOR_FILE, progress)
+
+    monkeypatch.setattr(converted, "_write", write_slowly)
+    told: list[tuple[int, int | None, str]] = []
+    first = threading.Thread(target=make, args=(lambda *counts: None,))
+    first.start()
+    assert has_begun.wait(30)
+    make(hear)
+    first.join()
+    assert told[0] == (1, 2, "units converted")
+
+
+def test_files_whose_hash_is_known_count_as_hashed(tmp_path: Path, monkeypatch):
+    """Catches a bar that ends at 5 of 140 GB, since the other files were hashed before or named by the hub's cache."""
+    monkeypatch.setattr(identities, "find_cache_dir", lambda: tmp_path / "cache")
+    later_s = time.time() + 60
+    monkeypatch.setattr(
+        identities.time, "time", lambda: later_s
+    )  # files that have just been written are not remembered
+    blob = tmp_path / "blobs" / ("0" * 64)
+    files = [tmp_path / "known.safetensors", tmp_path / "new.safetensors", blob]
+    blob.parent.mkdir()
+    for number, file in enumerate(files):
+        file.write_bytes(b"x" * 1000 * (number + 1))
+    identities.hash_file(files[0])
+    assert (tmp_path / "cache" / "hashes.json").exists()
+    told: list[tuple[int, int | None, str]] = []
+    BaseIdentity.of(files, lambda *counts: told.append(counts))
+    assert told[-1] == (6000, 6000, "bytes hashed")
