@@ -13,6 +13,8 @@ import torch
 from helpers import warm
 from plan_support import measure_peak
 
+from lorashard.dtypes import explain_slow_bfloat16
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -73,6 +75,10 @@ def test_everything_runs_and_contenders_compute_alike(run, tmp_path):
     assert "| lorashard, `host` | 128 |" in table and "| nf4, torch |" in table
 
 
+@pytest.mark.skipif(
+    explain_slow_bfloat16(torch.device("cpu")) is not None,
+    reason="what torch's bfloat16 kernels allocate is planned as with bfloat16 instructions, and this CPU has none",
+)
 def test_the_planned_peak_is_that_of_the_contender(gpu, tmp_path):
     """Catches a plan of other training than the contenders': an fp32 adapter, a fused loss, no recomputation."""
     import gpu_jobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -105,9 +106,11 @@ def task(tmp_path_factory) -> Path:
 
 
 class Training:
-    """A launcher with two ranks on the CPU."""
+    """A launcher with two ranks on the CPU; `is_real` where it and they start as a person's do, not by a fork."""
 
-    def __init__(self, launcher: list[str], task: Path, out: Path, pauses: dict[str, float], **options) -> None:
+    def __init__(
+        self, launcher: list[str], task: Path, out: Path, pauses: dict[str, float], is_real: bool = False, **options
+    ) -> None:
         values = {
             "model": task / "model",
             "dataset": task / "rows.jsonl",
@@ -135,7 +138,8 @@ class Training:
         }
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | ours
         self._log = (out / "log").open("w+")
-        self.process = warm.Popen(
+        start = subprocess.Popen if is_real else warm.Popen
+        self.process = start(
             [*launcher, "finetune", *words], env=env, stdout=self._log, stderr=self._log, start_new_session=True
         )
         self.launcher = psutil.Process(self.process.pid)
@@ -218,7 +222,7 @@ def test_a_stopped_rank_is_named_with_its_place(
     While tokens are made there are no collectives: a rank waits for the other at a lock. In training and in evaluation
     the other waits in a collective of gloo.
     """
-    training = start(LORASHARD, {phase: 600}, eval_strategy="steps", eval_steps=1)
+    training = start(LORASHARD, {phase: 600}, is_real=phase == "train", eval_strategy="steps", eval_steps=1)
     rank = training.wait_for(phase)[stopped]
     rank.suspend()
 
