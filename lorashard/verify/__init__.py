@@ -20,7 +20,6 @@ def verify(options: VerifyOptions) -> None:
 
     Ranks: run by every rank.
     """
-    options = _settle_dtype(options)
     if options.model_name_or_path is not None:
         from .gradients import verify_gradients
 
@@ -29,19 +28,3 @@ def verify(options: VerifyOptions) -> None:
         from .adapter import verify_adapter
 
         verify_adapter(options)
-
-
-def _settle_dtype(options: VerifyOptions) -> VerifyOptions:
-    """Return the options with the dtype that both sides of a comparison compute in, and say what it is.
-
-    Ranks: collective over all ranks.
-    """
-    from .. import api, dist
-    from ..dtypes import settle_name
-    from ..output import say
-
-    name, sentence = settle_name(options.dtype, api.join_launch())
-    # The loading of an adapter says by itself what an explicit dtype costs.
-    if sentence is not None and (options.dtype == "auto" or options.adapter is None):
-        say(dist.get_rank(), sentence)
-    return options.model_copy(update={"dtype": name})

@@ -30,7 +30,7 @@ from ..quantization.options import describe_quantization
 from ..use import check_is_causal, load_for_use
 from ..use_options import VerifyOptions
 from .memory import free
-from .rows import Distance, compute_logits, take_rows
+from .rows import Distance, compute_logits, settle_dtype, take_rows
 from .verdicts import Verdict, agree, are_right, conclude
 
 _Logits = list[torch.Tensor]
@@ -65,6 +65,7 @@ def verify_adapter(options: VerifyOptions) -> None:
     verdicts = agree(_check_files(str(options.adapter)))
     if are_right(verdicts):
         subject = _describe(options)
+        options = settle_dtype(options, device)
         verdicts += agree([_check_keys(subject, options), _check_base(subject, options)])
         if options.merged is not None:
             verdicts += agree([_check_merged_files(subject, options)])

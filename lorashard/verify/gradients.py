@@ -28,7 +28,7 @@ from ..quantization.options import describe_quantization, read_quantization
 from ..use_options import VerifyOptions
 from .differences import Gradients, compare, judge, judge_reference
 from .memory import describe_fit, fit_layers, free
-from .rows import make_rows
+from .rows import make_rows, settle_dtype
 from .verdicts import Verdict, agree, conclude
 
 _SEED = 0
@@ -52,6 +52,7 @@ def verify_gradients(options: VerifyOptions) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     placement = _resolve(options, world_size)
     folder = resolve_folder(options.model_name_or_path, options.model_revision)
+    options = settle_dtype(options, device)
     dtype = getattr(torch, options.dtype)
     described = BaseModel(
         str(folder),

@@ -1,4 +1,4 @@
-"""The rows of tokens that models are compared on, and what makes their logits the same."""
+"""The rows of tokens that models are compared on, the dtype, and what makes their logits the same."""
 
 from __future__ import annotations
 
@@ -17,13 +17,27 @@ from .. import dist
 from ..data.encode import Encoding, encode_source
 from ..data.options import DataOptions
 from ..data.sources import open_source
+from ..dtypes import settle_name
 from ..errors import ConfigError, DataError, UserError
+from ..output import say
 from ..use import load_saved_tokenizer
 from ..use_options import VerifyOptions
 
 _SEED = 0
 # What decides how a row becomes text and tokens; the rest of a run's data options decide which rows, and their labels.
 _READING_OPTIONS = ("dataset", "dataset_config", "dataset_split", "dataset_revision", "dataset_text_field")
+
+
+def settle_dtype(options: VerifyOptions, device: torch.device) -> VerifyOptions:
+    """Return the options with the dtype that both sides of a comparison compute in, and say what it is.
+
+    Ranks: collective over all ranks.
+    """
+    name, sentence = settle_name(options.dtype, device)
+    # The loading of an adapter says by itself what an explicit dtype costs.
+    if sentence is not None and (options.dtype == "auto" or options.adapter is None):
+        say(dist.get_rank(), sentence)
+    return options.model_copy(update={"dtype": name})
 
 
 def make_rows(num_rows: int, num_tokens: int, vocab_size: int) -> list[list[int]]:

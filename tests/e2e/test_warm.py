@@ -34,6 +34,13 @@ with open("held", "w") as held:
     sys.exit(subprocess.run([sys.executable, "-c", code]).returncode + 5)
 """
 
+# A shell that starts the tests in the background has them ignore Ctrl-C.
+INTERRUPT = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
 
 @pytest.mark.parametrize(
     ("code", "expected"),
@@ -42,7 +49,7 @@ with open("held", "w") as held:
         (NESTED, -signal.SIGKILL),
         (DESCRIPTORS, 5),
         ("raise ValueError('boom')", 1),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        (INTERRUPT, -signal.SIGINT),
         ("import sys; sys.exit('a sentence')", 1),
         ("import os, signal; print(os.environ['TMPDIR']); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],

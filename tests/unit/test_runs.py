@@ -181,7 +181,8 @@ def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
     def refuse() -> None:
         raise KeyError("max_completion_length")
 
-    config = RunConfig(model_name_or_path=str(tmp_path), dataset="d.jsonl", output_dir=str(tmp_path), placement="shard")
+    options = {"model_name_or_path": str(tmp_path), "output_dir": str(tmp_path), "dtype": "float32"}
+    config = RunConfig(dataset="d.jsonl", placement="shard", **options)
     run, told = Run(tmp_path, 0, 1), []
     for describe, find_home in ((refuse, Path.home), (lambda: None, has_no_home)):
         monkeypatch.setattr(Path, "home", find_home)

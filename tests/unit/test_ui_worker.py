@@ -71,7 +71,7 @@ def test_it_answers_as_the_command_line():
     """Catches an answer that is not the command's, a mistake told otherwise, and a process that outlives its server."""
     worker = Worker()
     words = ["--model_name_or_path", "examples/demo/base", "--dataset", "examples/demo/train.jsonl", "--cpu", "2"]
-    words += ["--max_length", "128", "--dtype", "float32"]
+    words += ["--max_length", "128"]
     try:
         plan = worker.plan(words)
         assert plan["num_ranks"] == 2 and plan["names"][:2] == ["replicate", "shard"]
