@@ -41,7 +41,7 @@ def list_children() -> Callable[[], list[psutil.Process]]:
 
 # --- The CPU budget of each file: CPU-seconds do not depend on what else the machine does, so growth fails, not load.
 
-_DEFAULT_BUDGET_S = 900.0
+_DEFAULT_BUDGET_S = 60.0
 _spent_s = pytest.StashKey[dict[str, float]]()
 
 

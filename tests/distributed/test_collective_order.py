@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import lorashard
 from lorashard.dist import ShardGroup
 
-CPU_BUDGET_S = 60
 _Started = tuple[str, str, int]  # group, operation, bytes
 
 

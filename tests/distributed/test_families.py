@@ -30,7 +30,7 @@ from trl.trainer.utils import add_fused_lm_head
 import lorashard
 from lorashard.model.units import LAYER
 
-CPU_BUDGET_S = 400  # 64 models of their own classes, plain and on two ranks
+CPU_BUDGET_S = 400  # 64 models of their own classes in bfloat16, plain and on two ranks
 DOCUMENT = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- {}: written by tests/distributed/test_families.py -->\n", "\n<!-- end of {} -->"
 QUICK = ("GPT-2", "GPT-J", "Mixtral", "Qwen2.5-VL")

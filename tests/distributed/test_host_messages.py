@@ -14,8 +14,6 @@ from lorashard.dist import HostGroup
 from lorashard.model.adapters import find_adapter_tensors
 from lorashard.model.adding import share_adapters
 
-CPU_BUDGET_S = 60
-
 
 def join_without_host(rank: int, store: str) -> None:
     """Join a default group that knows no CPU, as that of NCCL does not."""

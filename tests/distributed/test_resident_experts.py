@@ -18,7 +18,6 @@ from tiny import find_differences
 
 import lorashard
 
-CPU_BUDGET_S = 60.0
 # Every family of docs/models.md with a router.
 MOE = (
     "Mixtral", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "DeepSeek-V2", "Granite MoE", "Granite 4 (hybrid)", "Jamba",

@@ -16,8 +16,6 @@ import lorashard
 from lorashard.dist import HostGroup, ShardGroup
 from lorashard.errors import ShardError
 
-CPU_BUDGET_S = 60
-
 
 def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))

@@ -36,6 +36,7 @@ from lorashard.verify import adapter as of_adapter
 from lorashard.verify import gradients, memory, verify
 from lorashard.verify.rows import compute_logits
 
+CPU_BUDGET_S = 90  # some 40 comparisons of a sharded model with an unsharded one
 GIB = 2**30
 NUM_GRADIENTS = NUM_LAYERS * 7 * 2
 Outcome = tuple[str, dict[str, Any]]

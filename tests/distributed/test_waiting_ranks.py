@@ -17,7 +17,6 @@ import lorashard
 from lorashard.dist import HostGroup, Lookout, RollCall, set_timeout
 from lorashard.errors import ShardError
 
-CPU_BUDGET_S = 60
 WARNING_S = 1.0
 TIMEOUT_S = 4.0
 

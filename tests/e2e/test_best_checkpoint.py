@@ -24,6 +24,7 @@ import lorashard
 from lorashard.config import RunConfig
 from lorashard.errors import ConfigError
 
+CPU_BUDGET_S = 110  # three kinds on five placements, and plain TRL
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 KINDS = {
     "lora": {},
