@@ -19,6 +19,7 @@ from tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+CPU_BUDGET_S = 100  # a real start, and ranks that wait for minutes in all
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lorashard"]
 TIMEOUT_S = 10  # a loaded machine holds a thread up for seconds

@@ -27,6 +27,7 @@ from survival_support import count_steps, is_same_adapter, kill_all, kill_when, 
 from lorashard.lock import find_owner
 from lorashard.manifest import list_checkpoints, read_manifest, verify
 
+CPU_BUDGET_S = 90  # two real starts, and some 12 forked runs
 DEADLINE_S = 120
 WEIGHTS_BYTES = 64 * 2**20
 

@@ -18,6 +18,7 @@ from lorashard.model.stacks import find_decoder_stack
 from lorashard.plan.trace import Microbatch, trace
 from lorashard.plan.tracker import Tracker
 
+CPU_BUDGET_S = 100  # each case is planned, and measured with torch's profiler
 CPU = Microbatch(num_rows=2, row_tokens=96, device_type="cpu")
 
 
