@@ -34,6 +34,7 @@ from .model.layer_major import split_layers
 from .model.loading import load_sharded
 from .model.quantizing import quantize_structure
 from .model.refusals import check_config, check_unquantized
+from .model.releasing import on_release
 from .model.saved import choose_quantization, find_adapter, find_base, read_config
 from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, remember_quantization, shard_structure
 from .model.sources import MemorySource
@@ -327,7 +328,7 @@ def _finish(
     if resolved.activation_checkpointing_layers != "all":
         checkpoint_some(model, resolved.activation_checkpointing_layers)
     if device.type == "cpu" and explain_slow_bfloat16(device) is not None:
-        warn_of_autocast(find_layers(model)[0])
+        on_release(model.get_base_model(), warn_of_autocast(find_layers(model)[0]))
     end_backward_at_adapters(model)
     follow_added_adapters(model, engine_of(model))
     share_adapters(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -12,10 +13,12 @@ from .. import dist
 _logger = logging.getLogger(__name__)
 
 
-def warn_of_autocast(layer: nn.Module) -> None:
+def warn_of_autocast(layer: nn.Module) -> Callable[[], None]:
     """Let rank 0 warn if the first forward with gradients on a CPU, which has no bfloat16, is under autocast to it.
 
     A script that takes float32 from `dtype="auto"` has autocast all the same if it leaves TRL's `bf16=True` in place.
+
+    Returns what takes the hook off again.
 
     Args:
         layer: the first decoder layer, inside of what accelerate puts under autocast.
@@ -35,3 +38,4 @@ def warn_of_autocast(layer: nn.Module) -> None:
             )
 
     handle = layer.register_forward_pre_hook(check)
+    return handle.remove
