@@ -99,7 +99,7 @@ def check_own_memory(rank: int, folder: str, placement: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
-    load(str(Path(folder).parent / "small"), dtype=torch.bfloat16, placement=placement)  # imports, caches
+    one_step(load(str(Path(folder).parent / "small"), dtype=torch.bfloat16, placement=placement))  # imports, kernels
     # What other tests left free would be taken first, and not be seen to grow: trim it, and map what is large anew.
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
@@ -120,8 +120,12 @@ def test_ranks_on_files_share_one_copy(tmp_path):
     del base
     assert base_bytes > 50 * 2**20
     folder = str(tmp_path / "large")
-    assert all(grown < 0.2 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "file"))
-    assert all(grown > 0.5 * base_bytes for grown in run_ranks(check_own_memory, 2, folder, "replicate"))
+    on_files = run_ranks(check_own_memory, 2, folder, "file")
+    copied = run_ranks(check_own_memory, 2, folder, "replicate")
+    # What a step takes beside the base (adapters, the CPU's kernels) differs by CPU, and is in both.
+    saved = [one - other for one, other in zip(copied, on_files, strict=True)]
+    assert all(grown < 0.4 * base_bytes for grown in on_files), (on_files, copied)
+    assert all(bytes_saved > 0.8 * base_bytes for bytes_saved in saved), (on_files, copied)
 
 
 def check_uneven(rank: int, folder: str) -> tuple[int, int]:
