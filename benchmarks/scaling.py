@@ -217,8 +217,8 @@ def render(record: dict[str, Any]) -> str:
 HEAD = """# How training scales: a prediction
 
 Written by `python benchmarks/scaling.py`; a test keeps it so. **None of this is measured.** Nobody has timed
-lorashard on more than one node: the bytes are the engine's (`tests/distributed/test_costs.py` compares the same formula
-with what 2, 4 and 2 x 2 ranks count), the seconds are arithmetic over data sheets.
+lorashard on more than one node: the bytes are the engine's (`tests/distributed/engine/test_costs.py` compares the
+same formula with what 2, 4 and 2 x 2 ranks count), the seconds are arithmetic over data sheets.
 
 Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, activation checkpointing, one row a step, {gpus} x
 {gpu_type} with 2 TiB of host memory on each node, {flops:.0f} TFLOPS, {peer:.0f} GB/s between the GPUs of a node and

@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from filelock import FileLock
+from helpers.browser import REPOSITORY, WAIT_MS, UiServer, find_chromium, makes_pictures
 from playwright.sync_api import Browser, ConsoleMessage, Error, Frame, Page, Request, expect, sync_playwright
-
-from browser.browser_support import REPOSITORY, WAIT_MS, UiServer, find_chromium, makes_pictures
 
 # What Gradio says where a person goes on to another page: it closes the connection, and then, of each question that is
 # still open, that there will be no answer. Where a connection is lost in another way, the first is another error.
@@ -70,7 +69,7 @@ def _make_demo(folder: Path) -> None:
         steps, half, rows = "120", "20", "64"
         shutil.copytree(REPOSITORY / "examples/demo", folder / "examples/demo", ignore=shutil.ignore_patterns("*.py"))
     else:
-        from small_demo import copy_small_demo  # torch, which most of these tests do without
+        from helpers.small_demo import copy_small_demo  # torch, which most of these tests do without
 
         copy_small_demo(folder / "examples/demo")
     prompt = json.loads((folder / "examples/demo/test.jsonl").read_text().splitlines()[0])["messages"][0]["content"]

@@ -7,9 +7,8 @@ import signal
 
 import psutil
 import pytest
+from helpers.browser import UiServer, check_no_overflow, open_page, shoot, wait_until
 from playwright.sync_api import Locator, Page, expect
-
-from browser.browser_support import UiServer, check_no_overflow, open_page, shoot, wait_until
 
 # Both as an answer, if the model repeats it, and as a question, which is shown by the same function.
 EVIL = '<img src="http://other.example/x.png" onerror="window.evil=1"><script>window.evil=2</script>'

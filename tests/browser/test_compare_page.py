@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.browser import open_page, shoot
 from playwright.sync_api import expect
-
-from browser.browser_support import open_page, shoot
 
 _NAMES = "() => document.querySelector('.chart').data.map(trace => trace.name)"
 _LAYOUT = "() => document.querySelector('.chart').layout"

@@ -7,9 +7,9 @@ import sys
 import zipfile
 
 import pytest
+from helpers.browser import UiServer, check_no_overflow, open_page, wait_until
 from playwright.sync_api import Locator, Page, expect
 
-from browser.browser_support import UiServer, check_no_overflow, open_page, wait_until
 from lorashard_ui.running.jobs import Jobs
 
 PACKED = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}

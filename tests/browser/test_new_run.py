@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from gradio_client import Client
+from helpers.browser import REPOSITORY, check_no_overflow, open_page, shoot
 from playwright.sync_api import Locator, Page, expect
-
-from browser.browser_support import REPOSITORY, check_no_overflow, open_page, shoot
 
 CPU_BUDGET_S = 130  # a process that plans, one that checks, and a page that draws all of its fields anew as one types
 WORKER_MS = 150_000  # it loads torch first

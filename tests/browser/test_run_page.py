@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import stand_in_run
+from helpers.browser import check_no_overflow, open_page, shoot, wait_until
 from playwright.sync_api import Page, expect
 
-from browser.browser_support import check_no_overflow, open_page, shoot, wait_until
-
 EVIL = "<img src=x onerror=\"document.title='owned'\"> ${1+1} {{value}}"
-STAND_IN = Path(__file__).with_name("stand_in_run.py")
+STAND_IN = Path(stand_in_run.__file__)
 _RANGE = "() => [...document.querySelector('.chart').layout.xaxis.range]"
 _NUM_POINTS = "() => document.querySelector('.chart').calcdata?.[0]?.length ?? 0"
 

@@ -6,9 +6,8 @@ import json
 import re
 
 import pytest
+from helpers.browser import check_no_overflow, open_page, shoot
 from playwright.sync_api import expect
-
-from browser.browser_support import check_no_overflow, open_page, shoot
 
 NAMES = ("sft-base", "sft-rank-32", "sft-rank-8")
 

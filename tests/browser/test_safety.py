@@ -12,9 +12,9 @@ import httpx
 import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AuthenticationError
+from helpers.browser import REPOSITORY, UiServer, check_no_overflow, open_page, wait_until
 from playwright.sync_api import Request
 
-from browser.browser_support import REPOSITORY, UiServer, check_no_overflow, open_page, wait_until
 from lorashard.cli import main
 
 PAGES = ["", "new", "run", "compare", "chat", "export"]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.browser import UiServer, open_page, shoot, wait_until
 from playwright.sync_api import Page, expect
-
-from browser.browser_support import UiServer, open_page, shoot, wait_until
 
 CPU_BUDGET_S = 200  # two runs of two ranks, a plan, a chat, a merge and a verification load torch eight times
 STATE_MS = 180_000  # a busy machine starts two ranks slowly

@@ -11,8 +11,7 @@ import zipfile
 import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-
-from browser.browser_support import REPOSITORY, wait_until
+from helpers.browser import REPOSITORY, wait_until
 
 DEMO = {"model_name_or_path": "examples/demo/base", "dataset": "examples/demo/train.jsonl", "cpu": 2}
 

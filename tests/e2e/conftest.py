@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from finetune_support import build_task
+from helpers.finetune import build_task
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.tiny import build_base, build_model, find_differences, make_batch, set_checkpointing, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import build_base, build_model, find_differences, make_batch, set_checkpointing, take_gradients
 from transformers import LlamaForCausalLM
 
 import lorashard

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.tiny import build_model, find_differences, make_batch, take_gradients
 from peft import PeftModel
-from tiny import build_model, find_differences, make_batch, take_gradients
 from transformers.integrations.liger import apply_liger_kernel
 
 import lorashard

@@ -6,8 +6,8 @@ import gc
 
 import pytest
 import torch
-from plan_support import build_meta, build_trained
-from tiny import build_base, make_batch
+from helpers.planning import build_meta, build_trained
+from helpers.tiny import build_base, make_batch
 from trl.trainer.utils import add_fused_lm_head
 
 import lorashard

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from helpers.tiny import build_model, find_differences, make_batch, take_gradients
 from peft import PeftModel
-from tiny import build_model, find_differences, make_batch, take_gradients
 
 import lorashard
 from lorashard.quantization.format import Quantizer

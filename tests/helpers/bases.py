@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import build_base
 from transformers import (
     AutoTokenizer,
     MixtralConfig,
@@ -16,6 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from helpers.tiny import build_base
 
 DEMO_BASE = Path(__file__).parents[2] / "examples/demo/base"
 MOE: dict[str, Any] = dict(

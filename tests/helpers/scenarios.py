@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel
-from tiny import make_batch, take_gradients
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
+
+from helpers.tiny import make_batch, take_gradients
 
 Results = dict[str, torch.Tensor]
 Scenario = Callable[[PeftModel], Results]

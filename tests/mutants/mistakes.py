@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LADDER = ("tests/distributed/test_exactness.py", "-k", "quick")
-COSTS = ("tests/distributed/test_costs.py", "-k", "gathers or collectives or reduced")
-LIFECYCLE = ("tests/distributed/test_lifecycle.py",)
+LADDER = ("tests/distributed/engine/test_exactness.py", "-k", "quick")
+COSTS = ("tests/distributed/engine/test_costs.py", "-k", "gathers or collectives or reduced")
+LIFECYCLE = ("tests/distributed/engine/test_lifecycle.py",)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ MUTANTS: dict[str, Mutant] = {
         "tuple(shape), round_up(end_byte, ALIGNMENT_BYTES))",
         "tuple(shape), round_up(end_byte, 4))",
         "layouts and the plan's sums differ, and kernels take other paths",
-        ("tests/unit/test_layout.py",),
+        ("tests/unit/engine/test_layout.py",),
     ),
     "wrong stretch of a file": Mutant(
         "model/runs.py",
@@ -94,14 +94,14 @@ MUTANTS: dict[str, Mutant] = {
         "self._unpack_scales(parts[1:], first, last)]",
         "self._unpack_scales(parts[1:], 0, last - first)]",
         "every expert is scaled as the first",
-        ("tests/unit/test_packed.py", "tests/unit/test_quantization_formats.py"),
+        ("tests/unit/quantization/test_packed.py", "tests/unit/quantization/test_quantization_formats.py"),
     ),
     "workspace given away": Mutant(
         "engine/packed.py",
         "return value.clone() if any(workspace.holds(value) for workspace in workspaces) else value",
         "return value",
         "a view of unpacked numbers outlives the operation, and the next weight appears there",
-        ("tests/unit/test_packed.py",),
+        ("tests/unit/quantization/test_packed.py",),
     ),
     "adapter not broadcast": Mutant(
         "api.py",
@@ -126,7 +126,7 @@ MUTANTS: dict[str, Mutant] = {
         "ranks = list(range(begin, begin + size))",
         "ranks = list(range(begin // size, get_world_size(), get_world_size() // size))",
         "the ranks that share a base are those of different nodes",
-        ("tests/distributed/test_costs.py", "-k", "hybrid"),
+        ("tests/distributed/engine/test_costs.py", "-k", "hybrid"),
     ),
     "hash not compared": Mutant(
         "engine/engine.py",
@@ -146,14 +146,14 @@ MUTANTS: dict[str, Mutant] = {
         'for name in ("base_layer", "original_module"):',
         'for name in ("base_layer",):',
         "a head beside a copy that trains is left as it was",
-        ("tests/distributed/test_exactness.py", "-k", "others"),
+        ("tests/distributed/engine/test_exactness.py", "-k", "others"),
     ),
     "later adapter not broadcast": Mutant(
         "model/adding.py",
         "    check_frozen(model)\n    share_adapters(model, known)",
         "    check_frozen(model)",
         "each rank trains an adapter, added later, that it has drawn for itself",
-        ("tests/distributed/test_peft_adding.py",),
+        ("tests/distributed/model/test_peft_adding.py",),
     ),
     "freed too late": Mutant(
         "engine/engine.py",

@@ -11,12 +11,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lorashard
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # torch's CUDA build brings these, in versions of its own choice; its CPU build does not.
 CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")

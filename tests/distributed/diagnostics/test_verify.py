@@ -1,0 +1,475 @@
+"""`lorashard verify`: every fault that it is there for, made on purpose, on ranks that must all notice."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.forked_ranks import run_ranks
+from helpers.tiny import NUM_LAYERS, VOCAB_SIZE, add_lora, build_base
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GPT2Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from lorashard.engine import DeviceHome, Engine
+from lorashard.errors import UserError, VerificationError
+from lorashard.model.first_layers import cut_config, first_layers
+from lorashard.model.identity import BaseIdentity, sign_adapter
+from lorashard.output import RESULT_FILE_VARIABLE
+from lorashard.use_options import VerifyOptions
+from lorashard.verify import adapter as of_adapter
+from lorashard.verify import gradients, memory, verify
+from lorashard.verify.rows import compute_logits
+
+CPU_BUDGET_S = 90  # some 40 comparisons of a sharded model with an unsharded one
+GIB = 2**30
+NUM_GRADIENTS = NUM_LAYERS * 7 * 2
+Outcome = tuple[str, dict[str, Any]]
+
+
+def save_adapter(base: Path, folder: Path, seed: int = 0, std: float = 0.03) -> PeftModel:
+    """Save an adapter that carries its base's hash, and return it on its base."""
+    model = add_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.requires_grad:
+                parameter.normal_(std=std)
+    model.save_pretrained(folder)
+    sign_adapter(folder, BaseIdentity.of(list(base.glob("*.safetensors"))))
+    return model
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A base, an adapter, what it merges to, and what another one does."""
+    folder = tmp_path_factory.mktemp("verify")
+    build_base().save_pretrained(folder / "base")
+    save_adapter(folder / "base", folder / "adapter").merge_and_unload().save_pretrained(folder / "merged")
+    save_adapter(folder / "base", folder / "another", 1).merge_and_unload().save_pretrained(folder / "merged-another")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(task, monkeypatch):
+    """Hashes and converted weights of these tests are nobody else's."""
+    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(task / "home"))
+
+
+def verify_here(rank: int, result: Path, *words: object) -> Outcome:
+    """Verify on this rank; return the error and, on rank 0, what was found."""
+    os.environ[RESULT_FILE_VARIABLE] = str(result)
+    dtype = [] if "--dtype" in words else ["--dtype", "float32"]
+    try:
+        verify(VerifyOptions.read([*map(str, words), *dtype, "--json"]))
+        message = ""
+    except (VerificationError, UserError) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        del os.environ[RESULT_FILE_VARIABLE]
+    found = json.loads(result.read_text()) if rank == 0 and result.exists() else {}
+    result.unlink(missing_ok=True)
+    return message, found
+
+
+def verify_on_ranks(task: Path, *words: object, world_size: int = 2) -> Outcome:
+    """Verify on ranks, of which none may wait for ever, and which must all say the same."""
+
+    def body(rank):
+        return verify_here(rank, task / f"result-{rank}", *words)
+
+    outcomes = run_ranks(body, world_size)
+    assert len({message for message, _ in outcomes}) == 1
+    return outcomes[0]
+
+
+def say_wrong(found: dict[str, Any]) -> dict[str, str]:
+    return {name: check["verdict"] for name, check in found["checks"].items() if not check["is_right"]}
+
+
+@pytest.mark.parametrize("placement", ["auto", "shard", "host", "file", "replicate"])
+def test_good_adapter_and_merged_model_pass(task, placement):
+    """A check that cries wolf is switched off; and the merged model must rest as the base did."""
+    options = ["--merged", task / "merged", "--placement", placement]
+    message, found = verify_on_ranks(task, task / "adapter", *options)
+    assert message == "" and found["is_right"]
+    assert found["checks"]["keys"]["verdict"].startswith(f"all {NUM_GRADIENTS} tensors")
+    assert found["checks"]["base"]["is_same"]
+    merged = found["checks"]["merged logits"]
+    assert merged["num_same_tokens"] == 256 and merged["difference_from_adapter"] < 1e-5
+    assert found["checks"]["logits"]["difference_from_base"] > 0.1 and merged["difference_from_base"] > 0.1
+
+
+def zero_all(tensors):
+    return tensors | {name: tensor * 0 for name, tensor in tensors.items() if "lora_B" in name}
+
+
+def put_nan(tensors):
+    name = "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
+    tensors[name][0, 0] = torch.nan
+    return tensors
+
+
+def drop_one(tensors):
+    del tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"]
+    return tensors
+
+
+def add_prefix(tensors):
+    return {name.replace("model.layers", "model._orig_mod.layers"): tensor for name, tensor in tensors.items()}
+
+
+def add_stranger(tensors):
+    return tensors | {"base_model.model.model.layers.9.self_attn.v_proj.lora_A.weight": torch.ones(4, 32)}
+
+
+def empty(tensors):
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change, check, words",
+    [
+        (zero_all, "learnt", "lora_B is zero in 42 of 42"),
+        (put_nan, "files", "NaN or infinity in base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"),
+        (drop_one, "keys", "layers.1.self_attn.v_proj"),
+        (add_prefix, "files", "_orig_mod"),
+        (add_stranger, "keys", "layers.9.self_attn.v_proj"),
+        (empty, "files", "no tensors"),
+    ],
+)
+def test_broken_tensors_are_found(task, tmp_path, change, check, words):
+    """Plain PEFT loads each of these with at most a warning, and talks."""
+    save_adapter(task / "base", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    message, found = verify_here(0, tmp_path / "result", tmp_path / "adapter")
+    assert words in say_wrong(found)[check] and not found["is_right"]
+    assert message.startswith(f"VerificationError: {check}: ") and "logits" not in found["checks"]
+
+
+@pytest.mark.parametrize("fault", ["no weights", "no config", "truncated", "bad config"])
+def test_incomplete_folder_is_found(task, tmp_path, fault):
+    """A copy that was cut short is a fault of the adapter, not of the person who asks."""
+    save_adapter(task / "base", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    config = tmp_path / "adapter" / "adapter_config.json"
+    if fault == "no weights":
+        file.unlink()
+    elif fault == "no config":
+        config.unlink()
+    elif fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        config.write_text("{")
+    message, found = verify_here(0, tmp_path / "result", tmp_path / "adapter")
+    assert message.startswith("VerificationError: files: ") and list(say_wrong(found)) == ["files"]
+
+
+def test_adapter_that_does_nothing_is_found(task, tmp_path):
+    """Tensors that are no zeros, and logits that are the base's: a scale of zero, a lora_A that underflowed."""
+    save_adapter(task / "base", tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 0}))
+    message, found = verify_on_ranks(tmp_path, tmp_path / "adapter", "--placement", "shard")
+    assert "the base's, bit for bit" in say_wrong(found)["logits"] and "logits" in message
+
+
+def test_another_base_is_found_and_can_be_allowed(task, tmp_path):
+    """The same shapes with other values give fluent nonsense."""
+    save_adapter(task / "base", tmp_path / "adapter")
+    build_base(rms_norm_eps=1e-3).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    words = [tmp_path / "adapter", "--base", tmp_path / "base"]
+    message, found = verify_on_ranks(tmp_path, *words)
+    assert "another base" in say_wrong(found)["base"] and message.startswith("VerificationError")
+    message, found = verify_on_ranks(tmp_path, *words, "--allow_base_mismatch")
+    assert message == "" and found["checks"]["base"]["is_same"] is False
+
+
+def test_base_of_another_shape_is_found(task, tmp_path):
+    """PEFT's own error is a page of shapes; modules that the base has not are another one."""
+    save_adapter(task / "base", tmp_path / "adapter")
+    build_base(num_hidden_layers=3).save_pretrained(tmp_path / "shallow")
+    message, found = verify_here(0, tmp_path / "result", tmp_path / "adapter", "--base", tmp_path / "shallow")
+    assert "have no place" in say_wrong(found)["keys"] and "another base" in say_wrong(found)["base"]
+
+
+@pytest.mark.parametrize(
+    "merged, words", [("base", "they are the base's, bit for bit"), ("merged-another", "they differ too much")]
+)
+def test_wrong_merged_model_is_found(task, merged, words):
+    """A merge that wrote the base, or the adapter before last, is whole and fluent."""
+    message, found = verify_on_ranks(task, task / "adapter", "--merged", task / merged, "--placement", "shard")
+    assert words in say_wrong(found)["merged logits"] and words in message
+
+
+def test_merge_of_another_faint_adapter_is_found(task, tmp_path):
+    """Within the tolerance of bfloat16 a faint adapter's merge, another one's and the base itself are all alike."""
+    save_adapter(task / "base", tmp_path / "faint", std=0.004)
+    other = save_adapter(task / "base", tmp_path / "other", seed=1, std=0.004)
+    other.merge_and_unload().save_pretrained(tmp_path / "merged")
+    words = [tmp_path / "faint", "--merged", tmp_path / "merged", "--tolerance", 0.0625]
+    message, found = verify_here(0, tmp_path / "result", *words)
+    assert found["checks"]["merged logits"]["difference_from_adapter"] < 0.0625
+    assert "nearer to the base's" in message
+
+
+def test_incomplete_merged_model_is_found(task, tmp_path):
+    """Plain transformers initialises what is missing, and says so in a warning."""
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(task / "base"), task / "adapter")
+    merged.merge_and_unload().save_pretrained(tmp_path / "merged")
+    file = tmp_path / "merged" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.4.mlp.down_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    message, found = verify_on_ranks(task, task / "adapter", "--merged", tmp_path / "merged")
+    assert "model.layers.4.mlp.down_proj.weight" in say_wrong(found)["merged files"]
+
+
+def test_fault_of_one_rank_ends_all_of_them(task):
+    """A rank that stops alone leaves the others in their next gather until a timeout."""
+
+    def body(rank):
+        if rank == 1:
+            original = of_adapter.compute_logits
+            of_adapter.compute_logits = lambda *args: [logits * torch.nan for logits in original(*args)]
+        words = [task / "adapter", "--merged", task / "merged", "--placement", "shard"]
+        return verify_here(rank, task / f"result-{rank}", *words)[0]
+
+    assert run_ranks(body, 2) == ["VerificationError: logits: rank 1: NaN or infinity among the logits"] * 2
+
+
+def test_rounding_of_a_deep_merge_is_within_the_tolerance(tmp_path):
+    """A tolerance that is too tight for the dtype calls every good merge wrong; in bfloat16 it is eight steps."""
+    build_base(num_hidden_layers=32).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    model = save_adapter(tmp_path / "base", tmp_path / "adapter")
+    model.to(torch.bfloat16).merge_and_unload().save_pretrained(tmp_path / "merged")
+    words = [tmp_path / "adapter", "--merged", tmp_path / "merged", "--dtype", "bfloat16"]
+    message, found = verify_here(0, tmp_path / "result", *words)
+    merged = found["checks"]["merged logits"]
+    assert message == "" and merged["tolerance"] == 0.0625 and 1e-3 < merged["difference_from_adapter"] < 0.0625 / 2
+
+
+def test_rows_of_other_lengths_do_not_change_a_row():
+    """Padding that a token could see would compare padding."""
+    model = build_base().eval()
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+    together = compute_logits(model, rows, torch.device("cpu"))
+    for row, logits in zip(rows, together, strict=True):
+        torch.testing.assert_close(logits, compute_logits(model, [row], torch.device("cpu"))[0])
+
+
+def test_first_model_is_gone_when_the_second_comes(task, tmp_path, monkeypatch):
+    """Two models at once, where one fits by a hair, end in the middle of the check."""
+    original = of_adapter._compute_merged
+    gc.collect()
+    others = {id(one) for one in gc.get_objects()}  # of other tests
+    left_over = []
+
+    def compute_merged(*args):
+        mine = (one for one in gc.get_objects() if isinstance(one, (Engine, PeftModel)))
+        left_over.extend(type(one).__name__ for one in mine if id(one) not in others)
+        return original(*args)
+
+    monkeypatch.setattr(of_adapter, "_compute_merged", compute_merged)
+    assert verify_here(0, tmp_path / "result", task / "adapter", "--merged", task / "merged")[0] == ""
+    assert left_over == []
+
+
+def write_rows(path: Path, row: dict[str, str]) -> Path:
+    path.write_text((json.dumps(row) + "\n") * 9)
+    return path
+
+
+def test_rows_are_the_datasets_the_runs_or_made_up(task, tmp_path):
+    """Made-up tokens in the place of rows that a person named would be a silent fallback."""
+    run = tmp_path / "run"
+    save_adapter(task / "base", run)
+    vocabulary = dict(
+        zip(["<pad>", "</s>", "what", "is", "it", "the", "capital", "of", "France"], range(9), strict=True)
+    )
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>").save_pretrained(run)
+    mine = write_rows(tmp_path / "mine.jsonl", {"text": "the capital of France"})
+    of_run = write_rows(tmp_path / "of_run.jsonl", {"prompt": "what is", "completion": " it is" * 99})
+    (run / "config.yaml").write_text(f"dataset: {of_run}\nmax_length: 7\nlearning_rate: 1\n")
+
+    def find_rows(*words):
+        message, found = verify_here(0, tmp_path / "result", run, *words)
+        return message or found["checks"]["rows"]["verdict"]
+
+    assert find_rows("--dataset", mine, "--num_rows", 3).endswith(f"of {mine}")
+    assert find_rows("--max_length", 10) == f"4 of 40 tokens together, of the run's dataset {of_run}"
+    of_run.unlink()
+    assert "made up (the run's dataset cannot be read" in find_rows()
+    assert "nowhere.jsonl" in find_rows("--dataset", tmp_path / "nowhere.jsonl")
+    (run / "config.yaml").unlink()
+    assert find_rows().endswith("together, made up")
+
+
+@pytest.mark.parametrize(
+    "words", [["adapter-nowhere"], ["adapter", "--merged", "nowhere"], ["adapter", "--base", "nowhere"]]
+)
+def test_what_is_not_there_is_the_persons_mistake(task, words):
+    """Exit code 2, not 1: nothing was found to be wrong."""
+    words = [word if word.startswith("--") else task / word for word in words]
+    message, found = verify_here(0, task / "result", *words)
+    assert "CheckpointError" in message and "nowhere" in message and not found
+
+
+def test_gradients_of_a_model_are_equal(task):
+    """The reference must be made as the sharded model is, or every difference would be the engine's fault."""
+    cases = [
+        ["--placement", "shard"],
+        ["--placement", "shard", "--dtype", "bfloat16"],
+        ["--placement", "host", "--layer_microbatch_size", 1, "--activation_checkpointing_layers", 3, "--prefetch", 2],
+        ["--placement", "file"],
+        ["--placement", "replicate"],
+    ]
+
+    def body(rank):
+        split, original = [], gradients.split_layers
+        gradients.split_layers = lambda layers, rows: (split.append(rows), original(layers, rows))
+        return [verify_model_here(rank, task, task / "base", *words) for words in cases], split
+
+    (outcomes, split), (others, _) = run_ranks(body, 2)
+    assert split == [1, 1], "layer-major on one side only, or on none"
+    assert [message for message, _ in (*outcomes, *others)] == [""] * 2 * len(cases)
+    for words, (_, found) in zip(cases, outcomes, strict=True):
+        assert found["checks"]["gradients"]["verdict"] == "equal: 84 gradients of 6 layers, bit for bit"
+        num_gathers = found["checks"]["sharded"]["num_gathers"]
+        assert num_gathers > NUM_LAYERS if words[1] in ("shard", "host") else num_gathers == 0
+
+
+def verify_model_here(rank: int, task: Path, model: Path, *words: object) -> Outcome:
+    size = ["--num_rows", 2, "--max_length", 12]
+    return verify_here(rank, task / f"result-{rank}", "--model", model, *size, *words)
+
+
+def flip_a_byte(home_class: type, call: int) -> None:
+    """Change one byte of what arrives in the given gather."""
+    original = home_class.unshard_into
+    calls = iter(range(10**6))
+
+    def unshard_into(self, buffer):
+        work = original(self, buffer)
+        if next(calls) != call:
+            return work
+        work.wait()
+        buffer[self.layout.total_bytes // 2] ^= 0x40
+        return work
+
+    home_class.unshard_into = unshard_into
+
+
+def test_one_flipped_byte_of_a_gather_is_found(task):
+    """The loss stays healthy; and the first gradient that differs tells where to look."""
+
+    def body(rank):
+        if rank == 1:
+            flip_a_byte(DeviceHome, NUM_LAYERS + 2)  # the first in backward, of a layer in the middle
+        return verify_model_here(rank, task, task / "base", "--placement", "shard")
+
+    (message, found), (other, _) = run_ranks(body, 2)
+    assert message == other and message.startswith("VerificationError: gradients: rank 1: ")
+    assert not found["is_right"]
+    check = found["checks"]["gradients"]
+    assert 0 < check["num_differing"] <= NUM_GRADIENTS // 2 and check["largest_difference"] > 0
+    assert check["first"] in check["verdict"] and "layers.0.self_attn.q_proj.lora_A" in check["first"]
+
+
+def test_kernels_that_do_not_repeat_themselves_are_named(task, monkeypatch):
+    """Two unsharded runs that differ say nothing about sharding."""
+    original = gradients._differentiate
+    factors = itertools.count(1)
+
+    def differentiate(*args):
+        factor = next(factors)
+        return {name: tensor * factor for name, tensor in original(*args).items()}
+
+    monkeypatch.setattr(gradients, "_differentiate", differentiate)
+    message, found = verify_model_here(0, task, task / "base")
+    assert message.startswith("VerificationError: reference: two runs of the unsharded model differ")
+
+
+def leave_no_room_for_the_last_layer() -> None:
+    """Let one byte be missing for the whole model."""
+    original = gradients.fit_layers
+
+    def fit_layers(*args):
+        memory.measure_free_bytes = lambda *_: 2**60
+        whole_bytes = original(*args).whole_bytes
+        memory.measure_free_bytes = lambda *_: whole_bytes + GIB - 1
+        return original(*args)
+
+    gradients.fit_layers = fit_layers
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    if kind == "mixtral":
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+        config = MixtralConfig(vocab_size=VOCAB_SIZE, num_hidden_layers=NUM_LAYERS, num_local_experts=4, **sizes)
+        MixtralForCausalLM(config).save_pretrained(folder)
+    else:
+        build_base(kind).save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama-tied", "mixtral"])
+def test_first_layers_are_compared_where_the_whole_does_not_fit(tmp_path, kind):
+    """A model that is too large is when one needs this most; lists with an item a layer must be cut with it."""
+    model = save_model(kind, tmp_path / "model")
+
+    def body(rank):
+        tempfile.tempdir = str(tmp_path)
+        leave_no_room_for_the_last_layer()
+        outcomes = [verify_model_here(rank, tmp_path, model, "--placement", name) for name in ("shard", "file")]
+        return outcomes, [path.name for path in tmp_path.glob("lorashard-first-layers-*")]
+
+    for rank, (outcomes, left_over) in enumerate(run_ranks(body, 2)):
+        assert [message for message, _ in outcomes] == ["", ""] and left_over == []
+        for _, found in outcomes if rank == 0 else ():
+            assert "first 5 of 6 layers: all would take" in found["checks"]["model"]["verdict"]
+            assert "of 5 layers, bit for bit" in found["checks"]["gradients"]["verdict"]
+
+
+def test_model_of_which_nothing_fits_is_refused(task, monkeypatch):
+    """Zero layers are equal, too."""
+    monkeypatch.setattr("lorashard.verify.memory.measure_free_bytes", lambda *args: GIB)
+    message, _ = verify_model_here(0, task, task / "base")
+    assert message.startswith("ConfigError") and "are free" in message
+
+
+def test_config_is_cut_wherever_it_counts_layers():
+    """GPT-2 counts under another name, models of text and images in a part; token ids are no layers."""
+    values = {"n_layer": 3, "eos_token_id": [1, 2, 3], "architectures": ["A", "B", "C"]}
+    assert cut_config(values, GPT2Config(**values), 2) == values | {"n_layer": 2}
+    text = {"num_hidden_layers": 3, "layer_types": ["full_attention", "full_attention", "sliding_attention"]}
+    values = {"text_config": text, "model_type": "gemma3"}
+    expected = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    assert cut_config(values, Gemma3Config(**values), 2) == values | {"text_config": expected}
+
+
+def test_first_layers_copy_no_weights(task):
+    """A temporary copy of 140 GB would fill the disk."""
+    with first_layers(task / "base", 2) as folder:
+        assert (folder / "model.safetensors").is_symlink()
+        assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 2
+    assert not folder.exists() and (task / "base" / "model.safetensors").is_file()

@@ -1,0 +1,47 @@
+"""The collectives of two communicators are started in one order on all ranks, which is all that NCCL promises for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from helpers.forked_ranks import run_ranks
+from helpers.tiny import build_model, make_batch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import lorashard
+from lorashard.dist import ShardGroup
+
+_Started = tuple[str, str, int]  # group, operation, bytes
+
+
+def log_collectives(rank: int) -> list[_Started]:
+    started: list[_Started] = []
+
+    class LoggedGroup(ShardGroup):
+        def all_gather(self, whole, shard):
+            started.append((self.gather_group.group_desc, "all_gather", whole.numel()))
+            return super().all_gather(whole, shard)
+
+    def log_all_reduce(group, bucket):
+        started.append((dist.group.WORLD.group_desc, "all_reduce", bucket.buffer().nbytes))
+        return allreduce_hook(group, bucket)
+
+    model = lorashard.shard(build_model())
+    lorashard.api.engine_of(model)._group.__class__ = LoggedGroup
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    parallel.register_comm_hook(dist.group.WORLD, log_all_reduce)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        parallel(**make_batch(seed=step + 3 * rank)).loss.backward()
+        optimizer.step()
+    return started
+
+
+def test_gathers_and_all_reduces_start_in_one_order_on_all_ranks():
+    """Catches a gather that one rank starts before an all-reduce and another after it: two GPUs wait for each other."""
+    first, second = run_ranks(log_collectives, 2)
+
+    assert first == second
+    names = "".join("R" if operation == "all_reduce" else "g" for _, operation, _ in first)
+    assert "RgR" in names  # DDP's buckets come between gathers, or the order would say nothing

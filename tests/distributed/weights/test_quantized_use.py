@@ -1,0 +1,110 @@
+"""An adapter of a quantised base on ranks: it answers, merges and verifies as plain transformers and PEFT have it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.forked_ranks import run_ranks
+from helpers.merging import disturb
+from helpers.tiny import build_base, find_differences
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import lorashard
+from lorashard.errors import VerificationError
+from lorashard.output import RESULT_FILE_VARIABLE
+from lorashard.use_options import VerifyOptions
+from lorashard.verify import verify
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference")
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A base, one whose weights went through nf4, and an adapter that was made on the quantised one."""
+    transformers_logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("task")
+    # bitsandbytes' CPU kernel is wrong where a row is shorter than a block of 64.
+    model = build_base("llama", BF16, num_hidden_layers=2, hidden_size=64, intermediate_size=128)
+    model.save_pretrained(folder / "base")
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            packed = functional.quantize_4bit(module.weight.data, quant_type="nf4")
+            module.weight.data = functional.dequantize_4bit(*packed)
+    model.save_pretrained(folder / "dequantised")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    made = lorashard.load(str(folder / "base"), config, "replicate", dtype=BF16, device=CPU, quantization="nf4")
+    disturb(made)
+    made.save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(task, monkeypatch):
+    """Converted weights of these tests are nobody else's."""
+    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(task / "home"))
+
+
+def load_reference(task: Path) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(task / "dequantised", dtype=BF16)
+    return PeftModel.from_pretrained(base, task / "adapter").eval()
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_size):
+    """The base as its files have it, where the adapter knows a quantised one; ranks that write halves of it."""
+    ids = torch.tensor([[5, 6, 7], [1, 2, 3]])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, pad_token_id=0)
+    reference = load_reference(task)
+    expected = reference.generate(input_ids=ids, eos_token_id=None, **options)
+    placements = ("auto", "shard", "host") if world_size > 1 else ("auto", "replicate", "file")
+
+    def body(rank):
+        for placement in placements:
+            model = lorashard.load_adapter(task / "adapter", placement=placement, dtype=BF16, device=CPU)
+            found = model.generate(input_ids=ids, eos_token_id=None, **options)
+            assert torch.equal(found, expected), placement
+        return lorashard.merge(task / "adapter", tmp_path / "merged").num_dequantized
+
+    assert run_ranks(body, world_size) == [14] * world_size
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert find_differences(merged, reference.merge_and_unload().state_dict()) == []
+
+
+def test_verifying_knows_the_quantised_base(task, tmp_path):
+    """Gradients or a merged model that are held against the base as its files have it."""
+    lorashard.merge(task / "adapter", tmp_path / "merged")
+    lorashard.merge(task / "adapter", tmp_path / "original", quantization="none")
+
+    def verify_here(result, *words):
+        os.environ[RESULT_FILE_VARIABLE] = str(result)
+        try:
+            verify(VerifyOptions.read([*map(str, words), "--json"]))
+        except VerificationError as error:
+            return str(error)
+        return json.loads(result.read_text()) if result.exists() else {}
+
+    def body(rank):
+        result = tmp_path / f"result-{rank}"
+        cases = [("merged",), ("original",), ("original", "--quantization", "none")]
+        outcomes = [
+            verify_here(result, task / "adapter", "--dtype", "float32", "--merged", tmp_path / name, *words)
+            for name, *words in cases
+        ]
+        return [
+            *outcomes,
+            verify_here(result, "--model", task / "base", "--quantization", "nf4", "--dtype", "bfloat16"),
+        ]
+
+    merged, original, as_advised, gradients = run_ranks(body, 2)[0]
+    assert merged["checks"]["merged logits"]["difference_from_adapter"] < 0.01
+    assert "merged logits" in original and "if it was merged with --quantization none, give the same" in original
+    assert as_advised["checks"]["merged logits"]["difference_from_adapter"] < 0.01
+    assert gradients["is_right"] and "nf4" in gradients["checks"]["model"]["verdict"]

@@ -1,0 +1,47 @@
+"""The demo and the benchmark, as `make demo` and `make bench` run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from helpers import warm
+from helpers.forked_ranks import QUICK_START
+from helpers.paths import ROOT
+
+CPU_BUDGET_S = 200  # the demo is given 180, and the benchmark of peers starts ranks
+
+
+def run(script: str, *arguments: str, start: Callable = subprocess.run) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | QUICK_START
+    command = [sys.executable, str(ROOT / script), *arguments]
+    return start(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_demo_learns_its_task():
+    """The first thing that a person runs; it ends with an error below 90 % of the held-out requests.
+
+    Also catches warnings, dicts and broken bars on the person's console.
+    """
+    result = run("examples/demo/run.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for part in ("Exact match on held-out requests", "What each rank held", "lorashard finetune --model meta-llama"):
+        assert part in result.stdout
+    for noise in ("Warning", "Failed to", "\r", "{'", "it/s"):
+        assert noise not in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path):
+    """A benchmark that broke since its record was made cannot be repeated. It compares gradients before it times."""
+    sizes = ["--layers", "2", "--hidden", "128", "--intermediate", "256", "--vocab", "500", "--sequence", "32"]
+    words = [*sizes, "--steps", "2", "--out", str(tmp_path / "record.json")]
+    result = run("benchmarks/peers.py", *words, start=warm.run)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads((tmp_path / "record.json").read_text())["benchmark"] == "peers"
+    assert "| lorashard |" in result.stdout

@@ -1,0 +1,250 @@
+"""`lorashard finetune` as a person runs it: real processes, real files, the run folder they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.finetune import (
+    ACCELERATE,
+    LORASHARD,
+    MODULE,
+    STEPS,
+    TORCHRUN,
+    make_options,
+    read_lines,
+    read_losses,
+    run,
+    train,
+)
+from helpers.tiny import build_base
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+CPU_BUDGET_S = 200  # three real starts of two ranks, and some 20 forked runs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(task) -> Path:
+    evaluation = dict(eval_dataset=task / "eval.jsonl", eval_strategy="steps", eval_steps=3)
+    train(task, "two_ranks", cpu=2, report_to="tensorboard", profile_steps="3-4", **evaluation)
+    return task / "two_ranks"
+
+
+def test_a_run_leaves_what_it_promises(task, two_ranks):
+    """The UI and the scripts read these files; an empty or a wrapped adapter is what peers' users find in theirs."""
+    losses = read_losses(two_ranks)
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    metrics = read_lines(two_ranks / "metrics.jsonl")
+    assert all({"step", "learning_rate", "grad_norm", "tokens_per_s"} <= m.keys() for m in metrics if "loss" in m)
+    assert [m["step"] for m in metrics if "eval_loss" in m] == [3, 6]
+    status = json.loads((two_ranks / "status.json").read_text())
+    assert (status["phase"], status["step"], status["world_size"], status["error"]) == ("done", STEPS, 2, None)
+    for rank in (0, 1):
+        line = read_lines(two_ranks / "ranks" / f"rank_{rank}.jsonl")[-1]
+        assert line["bytes_at_rest"] < line["base_bytes"] * 0.55 and line["gathers"] > 0
+    assert "the logits equal the trained ones" in (two_ranks / "logs" / "rank_0.log").read_text()
+    assert (two_ranks / "config.yaml").exists() and (two_ranks / "tokenizer.json").exists()
+    assert "torch" in json.loads((two_ranks / "versions.json").read_text())
+    assert list(two_ranks.rglob("events.out.tfevents*")), "the tracker wrote nothing"
+    assert not list(two_ranks.rglob("model*.safetensors")), "the base was written"
+    adapter = load_file(two_ranks / "adapter_model.safetensors")
+    assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_a_log_has_a_plain_line_for_each_logged_step(two_ranks):
+    """Catches dicts, warnings and the carriage returns of bars in what a pipe or a log shows, and a step left out."""
+    log = (two_ranks / "logs" / "rank_0.log").read_bytes().decode()
+    assert not [noise for noise in ("\r", "{'", "Warning", "it/s") if noise in log]
+    lines = [line.split() for line in log.splitlines() if line.startswith("step ")]
+    steps = [line[1] for line in lines if {"loss", "lr", "tokens/s"} <= set(line)]
+    assert steps == [f"{step}/{STEPS}" for step in range(1, STEPS + 1)]
+    assert [line[1] for line in lines if line[2] == "evaluation"] == [f"3/{STEPS}", f"6/{STEPS}"]
+
+
+@pytest.mark.slow
+def test_what_is_left_to_auto_is_planned(task, two_ranks):
+    """Ranks that choose apart hang; a choice that nobody sees cannot be judged; and it must not change a bit."""
+    result = run([*LORASHARD, "finetune", *make_options(task, "auto", cpu=2, placement="auto")], task)
+    assert result.returncode == 0, result.stdout + result.stderr
+    plan = json.loads((task / "auto" / "plan.json").read_text())
+    chosen = plan["rows"][plan["chosen"]]
+    assert f"placement: {plan['reason']}" in result.stdout
+    line = read_lines(task / "auto" / "ranks" / "rank_0.jsonl")[-1]
+    assert line["bytes_at_rest"] + line["slot_bytes"] == chosen["rest_bytes"] + chosen["slot_bytes"]
+    assert "memory: base at rest and slots predicted" in result.stdout
+    sharded, planned = (load_file(task / out / "adapter_model.safetensors") for out in ("two_ranks", "auto"))
+    assert all(torch.equal(sharded[name], planned[name]) for name in sharded)
+
+
+def test_profiled_steps_leave_traces_and_a_page(two_ranks):
+    """A trace without the units' names cannot tell which gather is late; a page without a rank, which rank."""
+    for rank in range(2):
+        trace = json.loads((two_ranks / "profile" / f"rank_{rank}.json").read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {"unshard layers.3", "wait for layers.3", "gloo:broadcast"} <= names
+    page = (two_ranks / "profile" / "summary.md").read_text().splitlines()
+    assert page[0] == "# Steps 3 to 4"
+    rows = [[float(cell) for cell in line.strip("|").split("|")] for line in page if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == [0, 1]
+    for _, total_s, compute_s, exposed_s, *beside in rows:
+        # Rounded to milliseconds: on a quiet machine a step may wait for less.
+        assert total_s >= compute_s > 0 and abs(total_s - compute_s - exposed_s) < 0.002 and all(s > 0 for s in beside)
+
+
+def test_the_adapter_loads_in_plain_peft(task, two_ranks):
+    """Where the whole model fits: plain PEFT finds every tensor, and the adapter changes what the model says."""
+    base = AutoModelForCausalLM.from_pretrained(task / "model")
+    model = PeftModel.from_pretrained(base, two_ranks)
+    saved = load_file(two_ranks / "adapter_model.safetensors")
+    loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
+    ids = torch.tensor([[5, 6, 7]])
+    adapted = model(input_ids=ids).logits
+    with model.disable_adapter():
+        assert not torch.allclose(model(input_ids=ids).logits, adapted)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [(TORCHRUN, {"cpu": 2}), pytest.param(ACCELERATE, {}, marks=pytest.mark.slow)]
+)
+def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks, launcher, ranks):
+    """Ranks that train alone, or on the same rows, look healthy and give other losses.
+
+    The launchers and their ranks are started, and those of the run that they equal are forked: so forks are as good.
+    """
+    out = task / launcher[2]
+    command = [*launcher, *MODULE, "finetune", *make_options(task, out.name, **ranks)]
+    result = run(command, task, 300, is_real=True, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    assert read_losses(out) == read_losses(two_ranks)
+    started, forked = (load_file(folder / "adapter_model.safetensors") for folder in (out, two_ranks))
+    assert all(torch.equal(started[name], forked[name]) for name in started.keys() | forked)
+    assert json.loads((out / "status.json").read_text())["world_size"] == 2
+
+
+def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
+    """Resume that starts from zero, or with other rows or another learning rate, is what peers' users were burnt by."""
+    options = dict(cpu=2, lora_dropout=0.1, save_strategy="steps", save_steps=2)
+    whole = train(task, "whole", **options)
+    (task / "cut").mkdir()
+    checkpoint = task / "whole" / "checkpoint-4"
+    resumed = train(task, "cut", **options, resume_from_checkpoint=checkpoint)
+    assert resumed == whole[4:]
+    expected, found = (load_file(task / out / "adapter_model.safetensors") for out in ("whole", "cut"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert not any(
+        "base_layer" in name or "embed" in name for name in load_file(next(checkpoint.glob("*.safetensors")))
+    )
+
+    shutil.copytree(task / "model", task / "changed")
+    tensors = load_file(task / "changed" / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, task / "changed" / "model.safetensors", metadata={"format": "pt"})
+    other = dict(options, model=task / "changed", resume_from_checkpoint=checkpoint)
+    refused = run([*LORASHARD, "finetune", *make_options(task, "other", **other)], task)
+    assert refused.returncode == 2 and "another base" in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lora_rr": "8"}, "lora_r"),
+        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"resume_from_checkpoint": "nowhere"}, "nowhere"),
+        ({"gpus": 2}, "--cpu"),
+        ({"output_dir": "HERE/two_ranks"}, "holds another run"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one case is about machines without GPUs")
+def test_a_mistake_is_one_line_and_exit_code_2(task, two_ranks, options, message):
+    """A traceback from three libraries deep tells a person nothing."""
+    options = {key: str(value).replace("HERE", str(task)) for key, value in options.items()}
+    ranks = {} if "gpus" in options else {"cpu": 2}
+    result = run([*LORASHARD, "finetune", *make_options(task, "mistake", **ranks | options)], task)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and message in lines[0] and lines[0].startswith("lorashard: ")
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_modules_to_save": "lm_head", "model": "HERE/untied"}])
+def test_an_adapter_that_is_made_from_base_weights_is_read_back(task, options):
+    """PEFT reads the base to make such an adapter, which is sharded by then: the check must not leave it out."""
+    build_base("llama", vocab_size=300, eos_token_id=2).save_pretrained(task / "untied")
+    for file in (task / "model").glob("tokenizer*"):
+        shutil.copy(file, task / "untied")
+    options = {key: str(value).replace("HERE", str(task)) for key, value in options.items()}
+    result = run(
+        [*LORASHARD, "finetune", *make_options(task, next(iter(options)), cpu=2, max_steps=2, **options)], task
+    )
+    assert result.returncode == 0 and "and the logits equal the trained ones" in result.stdout, result.stdout
+
+
+def test_a_killed_rank_leaves_word_in_the_run_folder(task):
+    """A rank that the kernel kills writes nothing; status.json would say `train` for ever."""
+    command = [*LORASHARD, "finetune", *make_options(task, "killed", cpu=2, max_steps=100_000)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        begin_s = time.monotonic()
+        while not (task / "killed" / "metrics.jsonl").exists():
+            assert time.monotonic() - begin_s < 100 and process.poll() is None
+            time.sleep(0.2)
+        os.kill(json.loads((task / "killed" / "status.json").read_text())["pid"], signal.SIGKILL)
+        stderr = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    status = json.loads((task / "killed" / "status.json").read_text())
+    assert process.returncode == 1 and "rank 0 was killed by SIGKILL" in stderr
+    assert status["phase"] == "failed" and "rank 0 was killed by SIGKILL" in status["error"]
+
+
+@pytest.mark.slow
+def test_an_adapter_that_learnt_nothing_is_an_error(task):
+    """A learning rate of zero leaves lora_B at zero: the files are right and worthless."""
+    options = make_options(task, "dead", cpu=2, learning_rate=0.0, max_steps=2)
+    result = run([*LORASHARD, "finetune", *options], task)
+    assert result.returncode == 2 and "has learnt nothing" in result.stderr
+    assert json.loads((task / "dead" / "status.json").read_text())["phase"] == "failed"
+
+
+def test_a_mistake_costs_the_run_that_was_to_be_overwritten_nothing(task):
+    """Clearing the folder before the new run is known to be able to start loses the old adapter for a typing error."""
+    train(task, "kept", cpu=1, max_steps=2, use_dora=True)
+    (task / "broken.jsonl").write_text('{"question": "what')
+    options = make_options(task, "kept", cpu=1, dataset=task / "broken.jsonl")
+    result = run([*LORASHARD, "finetune", *options, "--overwrite_output_dir"], task)
+    assert result.returncode == 2 and "broken.jsonl" in result.stderr
+    assert (task / "kept" / "adapter_model.safetensors").exists() and len(read_losses(task / "kept")) == 2
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_the_same_adapter(task, two_ranks):
+    """Catches the switch handed to the trainer, and a compiled layer that computes something else or renames keys."""
+    options = make_options(task, "compiled", cpu=2, torch_compile="true", torch_compile_backend="aot_eager")
+    result = run([*LORASHARD, "finetune", *options], task, timeout_s=290)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert read_losses(task / "compiled") == read_losses(two_ranks)
+    compiled, plain = (load_file(task / out / "adapter_model.safetensors") for out in ("compiled", "two_ranks"))
+    assert compiled.keys() == plain.keys()
+    assert all(torch.equal(compiled[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+def test_an_attention_that_is_not_there_is_a_mistake_in_the_options(task):
+    """Catches a traceback on each rank, and the exit code of a crash."""
+    options = make_options(task, "attention", cpu=2, attn_implementation="fastest")
+    result = run([*LORASHARD, "finetune", *options], task)
+    assert result.returncode == 2, result.stderr
+    assert "attn_implementation: fastest: " in result.stderr
+    assert "Traceback" not in result.stderr

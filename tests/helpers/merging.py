@@ -1,0 +1,93 @@
+"""Bases, adapters and PEFT's own merge of them, for the tests of merging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from helpers.tiny import build_base
+
+_MOE = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+
+
+def save_base(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "40KB") -> Path:
+    """Save a seeded tiny model with a tokenizer, in the key layout that hubs have; return its folder."""
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**_MOE, num_local_experts=4))
+    elif family == "qwen3-moe":
+        sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_MOE, **sizes))
+    else:
+        model = build_base(family, num_hidden_layers=2)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer("base").save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a few words whose chat template is `template`."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    made.chat_template = template
+    return made
+
+
+def save_adapter(folder: Path, base: Path, **options) -> Path:
+    """Save an adapter of which every tensor has been moved by what could be training; return its folder."""
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    defaults = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = get_peft_model(loaded, LoraConfig(**defaults | options))
+    disturb(model)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+def disturb(model: PeftModel) -> None:
+    """Move every trainable tensor of a model, the same way each time."""
+    generator = torch.Generator().manual_seed(5)
+    for _, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += (0.05 * noise).to(parameter)
+
+
+def merge_with_peft(base: Path, adapter: Path, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:
+    """Return the state dict of PEFT's own merge; a base with ties is untied first, as PEFT asks."""
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
+    return PeftModel.from_pretrained(loaded, adapter).merge_and_unload().state_dict()
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every stored tensor, as safetensors' own loader reads it."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for key in opened.keys():  # noqa: SIM118
+                assert key not in tensors
+                tensors[key] = opened.get_tensor(key)
+    return tensors

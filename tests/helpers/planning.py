@@ -1,0 +1,78 @@
+"""What the tests of the plan share: sizes and traces of tiny models, from their configs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
+from lorashard.plan.size import build_meta_model
+from lorashard.plan.trace import Microbatch
+from lorashard.quantization.options import Quantization
+
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+FORMATS = (
+    Quantization("nf4"),
+    Quantization("nf4", double_quant=True),
+    Quantization("int8"),
+    Quantization("fp8", has_vocabulary=True),
+)
+
+
+def build_meta(base: PreTrainedModel, dropout: float = 0.0, **lora: Any):
+    """Return what the plan makes of `base`'s config alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        base.config.save_pretrained(folder)
+        config = LoraConfig(**LORA | lora, lora_dropout=dropout)
+        return build_meta_model(folder, config, base.dtype)
+
+
+def build_trained(base: PreTrainedModel, microbatch: Microbatch, dropout: float = 0.0, **lora: Any):
+    """Return `base` with an adapter, ready to train as `microbatch` says."""
+    model = add_lora(base, dropout, **lora)
+    if microbatch.checkpointing is not None:
+        set_checkpointing(model, "non-reentrant")
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def build_sized(family: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
+    """Return a seeded base in which activations outweigh what an allocator rounds up."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 5}
+    return build_base(family, dtype, **wide | sizes)
+
+
+def measure_peak(step: Callable[[], object]) -> int:
+    """Return the most bytes that torch's allocator had given out at once in `step`, over those that it began with."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    live_bytes = peak_bytes = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live_bytes += event.nbytes()
+        peak_bytes = max(peak_bytes, live_bytes)
+    return peak_bytes
+
+
+def build_experts(**sizes: Any) -> PreTrainedModel:
+    """Return a seeded base of which the experts' weights are stacked."""
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options | sizes)).to(torch.bfloat16)

@@ -1,0 +1,308 @@
+"""Methods beside sft: their options are TRL's, their rows are checked, and mistakes are told before any rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from helpers.data import CHATML, make_tokenizer, write_jsonl
+from helpers.paths import ROOT
+
+from lorashard.cli import main
+from lorashard.config import RunConfig, read_known_options
+from lorashard.data.options import DataOptions
+from lorashard.data.prepare import prepare
+from lorashard.errors import ConfigError, DataError
+from lorashard.methods import METHODS
+from lorashard.options import read_trainer_options
+from lorashard.rewards import load_rewards
+from lorashard.train import build_arguments
+
+OTHERS = [name for name in METHODS if name != "sft"]
+BASE = ROOT / "examples/demo/base"
+PAIR = {"prompt": "1 + 1 is ", "chosen": "2", "rejected": "3"}
+CHAT = {name: [{"role": "user" if name == "prompt" else "assistant", "content": PAIR[name]}] for name in PAIR}
+UNPAIRED = {"prompt": "1 + 1 is ", "completion": "2", "label": True}
+ROWS = {"dpo": PAIR, "kto": UNPAIRED, "reward": PAIR, "grpo": {"prompt": "1 + 1 is ", "answer": 2}}
+
+
+def make_config(method: str, **options) -> RunConfig:
+    rewards = {"reward_funcs": "think_format_reward"} if method == "grpo" else {}
+    return RunConfig(method=method, model="m", dataset="d", output_dir="o", **rewards | options)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_the_options_of_its_class(name):
+    """An option that reading the source misses; a table that names what the class does not have."""
+    method = METHODS[name]
+    fields = {field.name: field for field in dataclasses.fields(getattr(trl, method.config_class)) if field.init}
+    assert set(read_trainer_options(method.config_class)) == set(fields)
+    assert set(method.pinned) | set(method.refused) <= set(fields)
+    assert all(pinned == fields[option].default for option, (pinned, _) in method.pinned.items())
+    assert method.learning_rate == pytest.approx(10 * fields["learning_rate"].default)
+    assert method.absent_options <= set(RunConfig.model_fields)
+    assert hasattr(trl, method.trainer_class)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_class_takes_what_is_built_for_it(name, tmp_path):
+    """A default that its class refuses, or an own option that is lost on its way to it."""
+    config = make_config(name, cpu=1, dtype="float32", max_steps=3, seed=5, activation_checkpointing=False)
+    arguments = build_arguments(config, use_cpu=True)
+    assert type(arguments) is getattr(trl, METHODS[name].config_class)
+    assert (arguments.max_steps, arguments.seed, arguments.gradient_checkpointing) == (3, 5, False)
+    assert arguments.learning_rate == METHODS[name].learning_rate
+
+
+def test_trls_own_data_options_reach_it():
+    """`max_length` has the name of an option that sft's rows are prepared with, and DPO's trainer must be told it."""
+    config = make_config("dpo", max_length=77, truncation_mode="keep_end", cpu=1, dtype="float32")
+    arguments = build_arguments(config, use_cpu=True)
+    assert (arguments.max_length, arguments.truncation_mode) == (77, "keep_end")
+    shuffled = make_config("grpo", shuffle_dataset=False, cpu=1, dtype="float32")
+    assert build_arguments(shuffled, use_cpu=True).shuffle_dataset is False
+    assert build_arguments(make_config("grpo", cpu=1, dtype="float32"), use_cpu=True).shuffle_dataset is True
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_written_configuration_is_read_back(name, tmp_path):
+    """An option that the method does not have, written out with its default and refused by the next run."""
+    config = make_config(name, num_train_epochs=2)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again = RunConfig.resolve(tmp_path / "config.yaml", [])
+    assert again.to_yaml() == config.to_yaml() and again.method == name
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--beta 0.1", "beta is an option of dpo, kto, grpo, and this run is sft (command line): leave it out"),
+        ("--method dpo --packing", "packing is an option of sft, and this run is dpo"),
+        ("--method kto --assistant_only_loss", "assistant_only_loss is an option of sft, and this run is kto"),
+        ("--method dpo --reward_funcs a.b", "reward_funcs is an option of grpo, and this run is dpo"),
+        ("--method reward --sample_prompts a", "sample_prompts is an option of sft, dpo, kto, grpo"),
+        ("--method grpo --reward_funcs a.b --max_length 9", "max_length is an option of sft, dpo, kto, reward"),
+        ("--method grpo --reward_funcs a.b --use_vllm", "use_vllm must be False (command line): it generates from a"),
+        (
+            "--method grpo --reward_funcs a.b --vllm_mode server",
+            "vllm_mode is not an option here (command line): use_v",
+        ),
+        ("--method grpo --reward_funcs a.b --use_transformers_continuous_batching", "must be False (command line): it"),
+        ("--method dpo --sync_ref_model", "TRL has no model to synchronise"),
+        ("--method dpo --betta 1", "unknown option 'betta' (command line): did you mean 'beta'?"),
+        ("--method dop", "did you mean 'dpo'?"),
+        ("--method grpo", "grpo needs rewards: give reward_funcs, or reward_model_name_or_path"),
+        ("--method reward --task_type CAUSAL_LM", "task_type: reward trains SEQ_CLS, found CAUSAL_LM"),
+        ("--method dpo --eval_dataset e --metric_for_best_model accuracy", "expected one of loss, rewards/accuracies"),
+        ("--method sft --dataset_num_proc 2", "lorashard prepares the data itself"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_line(words, message, tmp_path, capsys):
+    """A launch of all ranks, a traceback, or a run that does not do what it was told."""
+    out = tmp_path / "out"
+    code = main(["finetune", "--model", "m", "--dataset", "d", "--output_dir", str(out), "--cpu", "2", *words.split()])
+    stderr = capsys.readouterr().err
+    assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+    assert not out.exists()
+
+
+def test_the_metric_of_a_users_reward_is_accepted():
+    """GRPO names metrics after the user's functions."""
+    evaluation = {"eval_dataset": "e", "load_best_model_at_end": True}
+    config = make_config("grpo", metric_for_best_model="eval_rewards/mine/mean", **evaluation)
+    assert config.trainer_options["metric_for_best_model"] == "eval_rewards/mine/mean"
+
+
+def test_other_tools_names_of_the_method():
+    """LLaMA-Factory's `stage: rm` and axolotl's `rl: dpo` in a file that somebody brings along."""
+    assert RunConfig(stage="rm", model="m", dataset="d").method == "reward"
+    assert RunConfig(rl="dpo", model="m", dataset="d", beta=0.2).trainer == {"beta": 0.2}
+
+
+@pytest.mark.parametrize("num_ranks, is_right", [(2, True), (1, False)])
+def test_arguments_are_checked_for_the_ranks_that_will_run(num_ranks, is_right):
+    """GRPO's batch over all ranks must hold whole groups, which validate, a single process, could not tell."""
+    config = make_config("grpo", cpu=2, dtype="float32", per_device_train_batch_size=4, num_generations=8)
+    if is_right:
+        assert build_arguments(config, True, num_ranks).generation_batch_size == 8
+        return
+    with pytest.raises(ConfigError, match="GRPOConfig refuses the options: generation_batch_size"):
+        build_arguments(config, True, num_ranks)
+
+
+@pytest.mark.parametrize(
+    "method, row",
+    [*ROWS.items(), ("dpo", CHAT), ("kto", PAIR), ("reward", {"chosen": "a b", "rejected": "a c", "margin": 0.5})]
+    + [("grpo", {"prompt": CHAT["prompt"], "answer": [1, 2]})],
+)
+def test_rows_reach_the_trainer_as_they_are(tmp_path, method, row):
+    """A column lost, a type changed, or a second pass over the rows that gives others."""
+    rows = [row] * 300
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    prepared = prepare(DataOptions(dataset=str(path)), make_tokenizer(CHATML), tmp_path / "cache", METHODS[method])
+    assert prepared.train.to_list() == Dataset.from_list(rows).to_list()
+    assert prepared.report.rows_kept == 300 and prepared.report.is_chat == isinstance(row.get("prompt"), list)
+    assert f"TRL's {METHODS[method].trainer_class} tokenises them" in prepared.report.summary()
+    assert (prepared.report.longest_tokens > 0) == (method == "grpo")
+
+
+def test_columns_that_the_trainer_does_not_read_are_left_out(tmp_path):
+    """A stray column with values of many types would stop the run; GRPO's go to the reward functions."""
+    rows = [PAIR | {"score": 1}, PAIR | {"score": "high"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = DataOptions(dataset=str(path))
+    prepared = prepare(options, make_tokenizer(), tmp_path / "cache", METHODS["dpo"])
+    assert prepared.train.column_names == ["prompt", "chosen", "rejected"]
+    with pytest.raises(DataError, match="a column holds values of different types"):
+        prepare(options, make_tokenizer(), tmp_path / "cache", METHODS["grpo"])
+
+
+def test_a_column_of_late_values_has_their_type(tmp_path):
+    """Types told from the first rows alone: nulls, and whole numbers where fractions follow."""
+    rows = [{"prompt": "a", "answer": 1, "hint": None}] * 300 + [{"prompt": "b", "answer": 0.5, "hint": "c"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    prepared = prepare(DataOptions(dataset=str(path)), make_tokenizer(), tmp_path / "cache", METHODS["grpo"])
+    assert prepared.train[300] == rows[300] and prepared.train[0] == rows[0]
+
+
+@pytest.mark.parametrize(
+    "method, row, message",
+    [
+        ("dpo", {"prompt": "a", "chosen": "b"}, "dpo needs the columns prompt + chosen + rejected, or chosen + rej"),
+        ("kto", {"prompt": "a", "completion": "b"}, "kto needs the columns prompt + completion + label, or"),
+        ("grpo", {"question": "a"}, "grpo needs the columns prompt; found question"),
+        ("dpo", PAIR | {"image": "x"}, "only text can be trained on"),
+        ("dpo", PAIR | {"rejected": None}, r"line 2: `rejected` is null"),
+        ("dpo", PAIR | {"chosen": ""}, r"line 2: `chosen` is empty"),
+        ("dpo", PAIR | {"chosen": 5}, r"line 2: `chosen` must be a string, found a number"),
+        ("kto", UNPAIRED | {"label": "yes"}, r"line 2: `label` must be true or false, found a string"),
+        ("kto", UNPAIRED | {"label": 1}, r"line 2: `label` must be true or false, found a number"),
+        ("reward", PAIR | {"margin": "big"}, r"line 2: `margin` must be a number, found a string"),
+        ("dpo", CHAT | {"chosen": "b"}, r"line 2: `chosen` must be a list of messages, found a string"),
+        ("dpo", CHAT | {"chosen": [{"role": "bot", "content": "x"}]}, r"`chosen` message 1 has the role 'bot'"),
+        ("dpo", CHAT | {"chosen": [{"role": "user"}]}, r"`chosen` message 1 has no content"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named(tmp_path, method, row, message):
+    """TRL fails on it within the ranks, in a library's words, or trains on something else."""
+    good = CHAT if isinstance(row.get("prompt"), list) else ROWS[method]
+    is_bad_row = "line 2" in message or "message 1" in message
+    path = write_jsonl(tmp_path / "rows.jsonl", [good, row] if is_bad_row else [row])
+    tokenizer, options = make_tokenizer(CHATML), DataOptions(dataset=str(path))
+    with pytest.raises(DataError, match=message.replace("+", r"\+")):
+        prepare(options, tokenizer, tmp_path / "cache", METHODS[method])
+    if is_bad_row:
+        skipping = options.model_copy(update={"on_bad_row": "skip"})
+        prepared = prepare(skipping, tokenizer, tmp_path / "cache", METHODS[method])
+        assert prepared.train.to_list() == [good] and prepared.report.num_skipped == 1
+
+
+@pytest.mark.parametrize("pair", [PAIR, CHAT])
+def test_an_implicit_prompt_is_what_both_begin_with(tmp_path, pair):
+    """TRL takes the first message of an empty prompt in the ranks; a reward model needs no prompt."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{name: pair[name] for name in ("chosen", "rejected")}])
+    options, tokenizer = DataOptions(dataset=str(path)), make_tokenizer(CHATML)
+    for name in ("dpo", "kto"):
+        with pytest.raises(DataError, match="line 1: `chosen` and `rejected` begin with nothing alike"):
+            prepare(options, tokenizer, tmp_path / "cache", METHODS[name])
+    assert len(prepare(options, tokenizer, tmp_path / "cache", METHODS["reward"]).train) == 1
+    whole = {name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")}
+    path = write_jsonl(tmp_path / "whole.jsonl", [whole])
+    prepared = prepare(DataOptions(dataset=str(path)), tokenizer, tmp_path / "cache", METHODS["dpo"])
+    assert prepared.train[0] == whole
+
+
+def test_conversations_need_a_chat_template(tmp_path):
+    """The trainer would fail on the first row, in all ranks."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [CHAT])
+    with pytest.raises(DataError, match="holds conversations, but the tokenizer has no chat template"):
+        prepare(DataOptions(dataset=str(path)), make_tokenizer(), tmp_path / "cache", METHODS["dpo"])
+
+
+def test_methods_do_not_share_a_prepared_dataset(tmp_path):
+    """Rows that were prepared for DPO, handed to SFT from the cache."""
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "text": "d", "completion": "e", "label": True}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    options = DataOptions(dataset=str(path))
+    found = {
+        name: prepare(options, make_tokenizer(), tmp_path / "cache", METHODS[name]).train.column_names
+        for name in METHODS
+    }
+    assert found["sft"] == ["input_ids", "labels"] and found["dpo"] == found["reward"] == list(PAIR)
+    assert found["kto"] == list(UNPAIRED) and found["grpo"] == list(row)
+
+
+@pytest.mark.parametrize("method, row", ROWS.items())
+def test_validate_checks_a_run_of_the_method(tmp_path, method, row, capsys, monkeypatch):
+    """A run that validate finds right and finetune refuses, or the reverse."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    path = write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
+    words = ["validate", "--method", method, "--model", str(BASE), "--dataset", str(path), "--cpu", "1"]
+    words += ["--output_dir", str(tmp_path / "out"), "--dtype", "float32"]
+    if method == "grpo":
+        words += ["--reward_funcs", "think_format_reward"]
+    assert main(words) == 0
+    assert f"4 rows; {', '.join(METHODS[method].formats[0])} (texts)" in capsys.readouterr().out
+    Path(path).write_text(json.dumps({"text": "a"}))
+    assert main(words) == 2
+    assert f"{method} needs the columns" in capsys.readouterr().err
+
+
+def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):
+    """A function of the current folder, TRL's own ones, and a model's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rewards_here.py").write_text("def mine(completions, **kwargs):\n    return [0.0]\n\nthing = 3\n")
+    (tmp_path / "rewards_broken.py").write_text("import nothing_like_it\n")
+    model, own, think, overlong = load_rewards(
+        ["rewards_here.mine", "think_format_reward", "get_soft_overlong_punishment"], "org/reward"
+    )
+    assert (model, own([]), think) == ("org/reward", [0.0], trl.rewards.think_format_reward) and callable(overlong)
+    for name, message in {
+        "mine": "expected one of accuracy_reward, .* or an import path such as my_rewards.is_right; found 'mine'",
+        "rewards_here.yours": "expected a function 'yours' in 'rewards_here', found nothing",
+        "rewards_here.thing": "expected a function 'thing' in 'rewards_here', found int",
+        "rewards_broken.mine": "'rewards_broken' cannot be imported: No module named 'nothing_like_it'",
+        "absent_module.mine": "'absent_module' cannot be imported: No module named 'absent_module'",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_rewards([name], None)
+
+
+def test_every_own_option_belongs_to_a_method():
+    """An option that no method takes any more."""
+    known = {name for method in METHODS.values() for name in read_known_options(method)}
+    assert set(RunConfig.model_fields) - known == {"trainer"}
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS.values() if m.losses], ids=lambda method: method.name)
+def test_losses_are_those_that_trl_names(method):
+    """TRL finds a misspelt loss in the first step, with the base loaded; and a new one must not be refused."""
+    path = Path(importlib.util.find_spec("trl").submodule_search_locations[0], "trainer", f"{method.name}_config.py")
+    source = path.read_text(encoding="utf-8")
+    field = source[source.index("    loss_type: ") :]
+    field = field[: field.index("\n    )\n")]
+    named = set(re.findall(r"['\"]([a-z][a-z0-9_]*)['\"](?! aggreg)", field)) - {"help", "choices", "sequence"}
+    assert named == set(method.losses)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "dpo", "--loss_type", "sigmoyd"], "loss_type: dpo has sigmoid, .*found 'sigmoyd'"),
+        (["--method", "dpo", "--loss_type", "sigmoid", "ofp"], "found 'ofp'"),
+        (["--method", "kto", "--loss_type", "sigmoid"], "loss_type: kto has kto, apo_zero_unpaired; found 'sigmoid'"),
+        (["--method", "kto", "--per_device_train_batch_size", "1"], "expected 2 or more"),
+    ],
+)
+def test_what_trl_finds_late_is_found_at_once(words, message):
+    """Each of these ends in a traceback, once the base is loaded."""
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.resolve(None, ["--model", "m", "--dataset", "d", "--output_dir", "o", *words])

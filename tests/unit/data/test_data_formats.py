@@ -1,0 +1,328 @@
+"""Rows are read with their places, recognised by their columns, and refused with a reason."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.data import CHATML, chat, make_tokenizer, write_jsonl
+
+from lorashard.data.formats import detect_format
+from lorashard.data.options import DataOptions
+from lorashard.data.prepare import prepare
+from lorashard.data.sources import BadRow, HubSource, open_source
+from lorashard.errors import DataError
+
+PAIRS = [{"prompt": f"{number} + {number}\n", "completion": f"{2 * number}"} for number in range(1, 6)]
+
+
+def read(path: object, split: str = "train") -> list[tuple[str, object]]:
+    rows = open_source(str(path), split, None, None).read()
+    return [
+        (row.place, f"{row.value.reason}: {row.value}" if isinstance(row.value, BadRow) else row.value) for row in rows
+    ]
+
+
+def test_jsonl_rows_keep_their_line_numbers(tmp_path: Path) -> None:
+    """Catches numbers that count rows instead of lines, and a broken line that hides the rows after it."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["\ufeff" + json.dumps(PAIRS[0]), "", '{"prompt": "x", ', "[1]", PAIRS[1]])
+    assert read(path) == [
+        ("a.jsonl line 1", PAIRS[0]),
+        ("a.jsonl line 3", "broken JSON: Expecting property name enclosed in double quotes at column 16"),
+        ("a.jsonl line 4", "wrong type: expected an object with named fields, found a list"),
+        ("a.jsonl line 5", PAIRS[1]),
+    ]
+
+
+def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path: Path) -> None:
+    """Catches one latin-1 line that ends the whole run with a traceback."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "tea"}\n')
+    assert read(path) == [
+        ("a.jsonl line 1", "broken JSON: not UTF-8 text at byte 13"),
+        ("a.jsonl line 2", {"text": "tea"}),
+    ]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_list_is_read_row_by_row(tmp_path: Path, indent: int | None) -> None:
+    """Catches items lost or cut where the file is read in pieces, whatever the items and their spacing."""
+    rows = [{"text": "é🦙]}, [{" * (number * 37 % 400), "n": [number, -1.5e3, None, True]} for number in range(2000)]
+    path = tmp_path / "a.json"
+    path.write_text(" \n" + json.dumps(rows, indent=indent, ensure_ascii=False), encoding="utf-8")
+    assert read(path) == [(f"a.json row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def test_json_file_may_hold_lines(tmp_path: Path) -> None:
+    """Catches JSON lines refused because the file is called .json, as many on the hub are."""
+    assert [value for _, value in read(write_jsonl(tmp_path / "a.json", PAIRS))] == PAIRS
+
+
+@pytest.mark.parametrize(
+    "end", ["", '{"text": "b"', '{"text": "b"} {"text": "c"}]', '{"text": "b" "c"}' + " " * 99, '"b']
+)
+def test_broken_json_list_says_after_which_row(tmp_path: Path, end: str) -> None:
+    """Catches the rows after the damage left out in silence."""
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, ' + end)
+    with pytest.raises(DataError, match=r"a.json is broken JSON after row [12] "):
+        read(path)
+
+
+def test_csv_rows(tmp_path: Path) -> None:
+    """Catches cells under the wrong column, long cells refused, and a row counted by its lines of text."""
+    path = tmp_path / "a.csv"
+    long = "x" * 200_000
+    path.write_text(f'question,answer\n"a\nb",1\nonly one\n{long},"2, ""3"""\n', encoding="utf-8")
+    assert read(path) == [
+        ("a.csv row 1", {"question": "a\nb", "answer": "1"}),
+        ("a.csv row 2", "broken CSV: 1 cells under 2 column names"),
+        ("a.csv row 3", {"question": long, "answer": '2, "3"'}),
+    ]
+
+
+def test_parquet_rows_equal_jsonl_rows(tmp_path: Path) -> None:
+    """Catches rows lost between batches, and values that Arrow gives keys of other rows with."""
+    messages = [[*chat("Hi", "Hello")], [*chat("Bye"), {"role": "assistant", "content": "Bye", "name": "x"}]] * 300
+    pq.write_table(pa.table({"messages": messages}), tmp_path / "a.parquet")
+    rows = read(tmp_path / "a.parquet")
+    assert [place for place, _ in rows] == [f"a.parquet row {number}" for number in range(1, 601)]
+    shows_every_key = "{% generation %}{{ messages }}{% endgeneration %}"
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [{"messages": row} for row in messages])
+    from_parquet, from_jsonl = (
+        prepare(DataOptions(dataset=path), make_tokenizer(shows_every_key), tmp_path / "cache").train[:]
+        for path in (str(tmp_path / "a.parquet"), jsonl)
+    )
+    assert from_parquet == from_jsonl
+
+
+def test_parquet_of_mixed_objects_is_decoded(tmp_path: Path) -> None:
+    """Catches tool arguments that the datasets library stored as JSON text and that stay text."""
+    rows = [{"messages": [{"role": "user", "content": {"a": 1}}]}, {"messages": [{"role": "user", "content": "b"}]}]
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "a.parquet")
+    assert [value for _, value in read(tmp_path / "a.parquet")] == rows
+
+
+def test_folder_splits_are_told_from_file_names(tmp_path: Path) -> None:
+    """Catches a folder's test files trained on, and files passed over without a word."""
+    for name, text in {"train-1.jsonl": "a", "sub/train-2.jsonl": "b", "test.jsonl": "c"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, [{"text": text}])
+    (tmp_path / "train-3.txt").write_text("d")
+    (tmp_path / ".hidden").write_text("e")
+    assert sorted(row["text"] for _, row in read(tmp_path)) == ["a", "b"]
+    assert read(tmp_path, "test") == [("test.jsonl line 1", {"text": "c"})]
+    assert open_source(str(tmp_path), "train", None, None).ignored == ("train-3.txt",)
+    with pytest.raises(DataError, match="has the splits test, train, but not 'validation'"):
+        read(tmp_path, "validation")
+
+
+def test_folder_without_split_names_is_all_train(tmp_path: Path) -> None:
+    """Catches a folder of plainly named files that cannot be read."""
+    write_jsonl(tmp_path / "b.jsonl", PAIRS[:1])
+    (tmp_path / "a.json").write_text(json.dumps(PAIRS[1:]))
+    assert [place for place, _ in read(tmp_path)] == [*(f"a.json row {n}" for n in range(1, 5)), "b.jsonl line 1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.jsonl", "no such file or folder"),
+        ("./missing", "no such file or folder"),
+        ("notes.txt", "must be one of .jsonl, .json, .csv, .parquet, found .txt"),
+        ("empty", "holds no .jsonl"),
+        ("broken.parquet", "cannot be read as parquet"),
+    ],
+)
+def test_missing_or_unreadable_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    """Catches a misspelt path looked up on the hub, or a library's traceback for a file that is not what it says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=message):
+        read(name)
+
+
+def test_hub_options_are_refused_for_files(tmp_path: Path) -> None:
+    """Catches a revision that is asked for and silently not used."""
+    with pytest.raises(DataError, match="dataset_config and dataset_revision are for hub datasets"):
+        open_source(write_jsonl(tmp_path / "a.jsonl", PAIRS), "train", None, "main")
+
+
+def test_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a split, configuration or revision that does not reach the datasets library, and rows without a place."""
+    asked = []
+
+    def load(*arguments: object, **options: object) -> datasets.Dataset:
+        asked.append((arguments, options))
+        return datasets.Dataset.from_list(PAIRS * 60)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = open_source("org/name", "test", "main", "abc")
+    assert isinstance(source, HubSource)
+    rows = list(source.read())
+    assert asked == [(("org/name", "main"), {"revision": "abc", "split": "test"})]
+    assert [row.value for row in rows] == PAIRS * 60
+    assert rows[-1].place == "org/name [test] row 300"
+
+
+def test_unreachable_hub_dataset_is_a_data_error() -> None:
+    """Catches a traceback, or endless waiting, when the hub cannot be reached."""
+    source = open_source("nobody/nothing", "train", None, None)
+    with pytest.raises(DataError, match="'nobody/nothing' is no file or folder here, and could not be loaded"):
+        source.identify()
+
+
+def test_reading_takes_the_memory_of_a_row(tmp_path: Path) -> None:
+    """Catches a reader that holds all rows: files may be larger than memory."""
+    rows = [{"text": "x" * 1000}] * 3000
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
+    del rows
+    for name in ("a.jsonl", "a.json", "a.csv"):
+        tracemalloc.start()
+        assert sum(1 for _ in open_source(str(tmp_path / name), "train", None, None).read()) == 3000
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < 1_000_000, name
+
+
+def test_broken_json_list_is_found_where_it_breaks(tmp_path: Path) -> None:
+    """Catches a large file read into memory whole because an early item is broken."""
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, {"text" "b"}, ' + json.dumps([{"text": "x" * 1000}] * 4000)[1:])
+    tracemalloc.start()
+    with pytest.raises(DataError, match="broken JSON after row 1"):
+        read(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("columns", "has_chat_template", "name"),
+    [
+        ("id prompt messages", True, "messages"),
+        ("conversations system", True, "conversations"),
+        ("prompt completion source", False, "prompt/completion"),
+        ("instruction input output text", False, "instruction/output"),
+        ("question answer", True, "question/answer"),
+        ("meta text", False, "text"),
+    ],
+)
+def test_format_is_recognised_by_its_columns(columns: str, has_chat_template: bool, name: str) -> None:
+    """Catches a format taken for another because of a column more."""
+    rows = [{columns.split()[0]: "x"}, dict.fromkeys(columns.split(), "x")]  # the first row lacks columns
+    assert detect_format(rows, has_chat_template).name == name
+
+
+def test_text_field_goes_before_all() -> None:
+    """Catches an explicit dataset_text_field that is passed over."""
+    row = {"question": "a", "answer": "b", "story": "c"}
+    assert detect_format([row], False, "story").convert(row).body == "c"
+
+
+@pytest.mark.parametrize("columns", ["prompt chosen rejected", "question image answer", "story"])
+def test_unknown_columns_are_refused(columns: str) -> None:
+    """Catches a guess, or an error that does not say what was found and what is recognised."""
+    expected = "only text" if "image" in columns else f"found {', '.join(columns.split())}; expected messages, conv"
+    with pytest.raises(DataError, match=expected):
+        detect_format([dict.fromkeys(columns.split(), "x")], True)
+
+
+GOOD = {
+    "messages": {"messages": chat("a", "b")},
+    "conversations": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    "pairs": {"prompt": "a", "completion": "b"},
+    "chat pairs": {"prompt": chat("a"), "completion": chat("a", "b")[1:]},
+    "alpaca": {"instruction": "a", "output": "b"},
+    "question": {"question": "a", "answer": "b"},
+    "text": {"text": "a b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "reason", "detail"),
+    [
+        ("question", {"question": "a"}, "missing field", "`answer` is missing"),
+        ("question", {"question": "a", "answer": None}, "null field", "`answer` is null"),
+        ("question", {"question": "a", "answer": 72}, "wrong type", "`answer` must be a string, found a number"),
+        ("question", {"question": "a", "answer": " \n"}, "empty completion", "`answer` is empty"),
+        ("question", {"question": "", "answer": "b"}, "empty field", "`question` is empty"),
+        ("text", {"text": "  "}, "empty field", "`text` is empty"),
+        ("alpaca", {"instruction": "a", "output": ""}, "empty completion", "`output` is empty"),
+        ("alpaca", {"instruction": "a", "output": "b", "input": []}, None, None),
+        ("alpaca", {"instruction": "a", "output": "b", "input": [1]}, "wrong type", "`input` must be a string"),
+        ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "unsupported field", "`history`"),
+        ("pairs", {"prompt": "", "completion": "b"}, None, None),
+        ("pairs", {"prompt": "a", "completion": ""}, "empty completion", "`completion` is empty"),
+        ("pairs", {"prompt": "a", "completion": chat("b")}, "wrong type", "must be a string, found a list"),
+        ("chat pairs", {"prompt": "a", "completion": "b"}, "wrong type", "must be a list of messages, found a string"),
+        ("chat pairs", {"prompt": chat("a"), "completion": chat("b")}, "empty completion", "no assistant message"),
+        ("chat pairs", {"prompt": chat("a"), "completion": []}, "empty completion", "`completion` holds no message"),
+        ("messages", {"messages": []}, "empty field", "`messages` holds no message"),
+        ("messages", {"messages": chat("a", "")}, "empty completion", "message 2, the assistant's, is empty"),
+        ("messages", {"messages": ["a"]}, "wrong type", "message 1 must be an object with role and content"),
+        ("messages", {"messages": [{"role": "boss", "content": "a"}]}, "unknown role", "message 1 has the role 'boss'"),
+        ("messages", {"messages": [{"content": "a"}]}, "missing field", "message 1 has no role"),
+        ("messages", {"messages": [{"role": "user"}]}, "missing field", "message 1 has no content"),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}, "wrong type", "must be a string, found a number"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "wrong type", "not text"),
+        ("messages", {"messages": [{"role": "user", "content": "b", "weight": 0}]}, "unsupported field", "weight 0"),
+        ("messages", {"messages": chat("a")}, "nothing supervised", "to be learnt"),
+        ("messages", {"messages": chat("a", "b"), "tools": "{"}, "wrong type", "`tools` is a string but not JSON"),
+        ("messages", {"messages": chat("a", "b"), "tools": {"a": 1}}, "wrong type", "`tools` must be a list"),
+        ("messages", {"messages": chat("a", "b"), "chat_template_kwargs": "a"}, "wrong type", "must be an object"),
+        ("conversations", {"conversations": [{"from": "boss", "value": "a"}]}, "unknown role", "'boss'"),
+        ("conversations", {"conversations": [{"from": None, "value": "a"}]}, "missing field", "no role"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(tmp_path: Path, kind: str, row: dict, reason: str | None, detail: str | None) -> None:
+    """Catches each way in which a row can be unfit and is trained on, or crashes, or is reported without its place."""
+    tokenizer = make_tokenizer(CHATML if "messages" in row or "conversations" in row or kind == "chat pairs" else None)
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD[kind], row])
+    report = prepare(DataOptions(dataset=path, on_bad_row="skip"), tokenizer, tmp_path / "cache").report
+    if reason is None:
+        assert report.rows_kept == 2
+        return
+    assert list(report.rows_skipped) == [reason]
+    assert report.rows_skipped[reason].first[0].startswith("a.jsonl line 2: ")
+    assert detail in report.rows_skipped[reason].first[0]
+
+
+def test_text_parts_become_one_string(tmp_path: Path) -> None:
+    """Catches a list of parts printed into the prompt as Python writes it."""
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}, *chat("", "72")[1:]]},
+        {"messages": chat("How many?", "72")},
+    ]
+    prepared = prepare(DataOptions(dataset=write_jsonl(tmp_path / "a.jsonl", rows)), make_tokenizer(CHATML), tmp_path)
+    assert prepared.train[0] == prepared.train[1]
+
+
+def test_empty_tools_are_no_tools(tmp_path: Path) -> None:
+    """Catches a template that announces tools for the empty list of a row that has none."""
+    rows = [{"messages": chat("How many?", "72"), "tools": tools} for tools in ([], "[]", None)]
+    template = "{%- if tools is not none %}{{- 'tools' }}{%- endif %}" + CHATML
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    prepared = prepare(DataOptions(dataset=path), make_tokenizer(template), tmp_path / "cache")
+    assert prepared.train[0] == prepared.train[1] == prepared.train[2]
+
+
+def test_system_column_is_the_first_message(tmp_path: Path) -> None:
+    """Catches a `system` column that is lost, or put before a system message that is already there."""
+    rows = [
+        {"system": "Be short.", "messages": chat("How many?", "72")},
+        {"system": "Be long.", "messages": chat("How many?", "72", system="Be short.")},
+    ]
+    prepared = prepare(DataOptions(dataset=write_jsonl(tmp_path / "a.jsonl", rows)), make_tokenizer(CHATML), tmp_path)
+    assert prepared.train[0] == prepared.train[1]
+    assert "Be short." in make_tokenizer().decode(prepared.train[0]["input_ids"])

@@ -1,0 +1,113 @@
+"""Previews show what prepared rows hold; tokenizers are loaded ready to train with."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from helpers.data import CHATML, LLAMA3, chat, find_learnt, make_tokenizer, write_jsonl
+
+from lorashard.data.options import DataOptions
+from lorashard.data.prepare import prepare
+from lorashard.data.preview import preview, render_preview, split_text
+from lorashard.data.tokenizer import load_tokenizer
+from lorashard.errors import CheckpointError, ConfigError
+
+ROWS = [{"messages": chat("How many?", "72 🦙 clips.", "And in May?", "24 \x1b[2J")}, {"messages": chat("a")}]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_token_texts_join_to_the_decoded_whole(kind: str) -> None:
+    """Catches spaces lost between tokens, and characters of several tokens shown as question marks."""
+    tokenizer = make_tokenizer(kind=kind)
+    ids = tokenizer("<s>The capital of France, naïve 🦙🦙 你好\n\n The end. </s>")["input_ids"]
+    pieces = split_text(ids, tokenizer)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert split_text([], tokenizer) == []
+    assert len(split_text(ids[:20], tokenizer)) == 20  # cut within a character
+
+
+def test_preview_marks_what_is_learnt(tmp_path: Path) -> None:
+    """Catches a preview that shows other marks than training has, and a bad row left out of it."""
+    tokenizer = make_tokenizer(CHATML)
+    options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS), on_bad_row="skip")
+    first, second = preview(options, tokenizer, 5)
+    row = prepare(options, tokenizer, tmp_path / "cache").train[0]
+    assert first.num_tokens == len(row["input_ids"])
+    assert first.num_supervised_tokens == sum(label != -100 for label in row["labels"])
+    shown = "".join(f"⟦{text}⟧" if is_learnt else text for text, is_learnt in first.tokens).replace("⟧⟦", "")
+    assert [part.split("⟧")[0] for part in shown.split("⟦")[1:]] == find_learnt(row, tokenizer)
+    assert second.tokens == [] and second.problem is not None and second.problem.startswith("nothing supervised")
+    assert json.loads(json.dumps(asdict(first)))["place"] == "rows.jsonl line 1"
+
+
+def test_rendered_preview(tmp_path: Path) -> None:
+    """Catches marks that vanish without colours, and a dataset's control characters that steer the terminal."""
+    options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    rows = preview(options, make_tokenizer(CHATML), 2)
+    plain = render_preview(rows)
+    assert "How many?<|im_end|>\n<|im_start|>assistant\n⟦72 🦙 clips.<|im_end|>\n⟧<|im_start|>user" in plain
+    assert "rows.jsonl line 1 · messages · " in plain
+    assert "learnt: assistant turns (incremental rendering)" in plain
+    assert "rows.jsonl line 2 · messages · cannot be trained on: nothing supervised" in plain
+    assert "\x1b" not in plain and "␛[2J" in plain
+    colored = render_preview(rows, color=True)
+    assert "\x1b[32m72 🦙 clips.<|im_end|>\n\x1b[0m" in colored
+    assert "\x1b[2J" not in colored
+
+
+def test_cut_rows_say_so_in_the_preview(tmp_path: Path) -> None:
+    """Catches a preview that hides what truncation takes away."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "x " * 100}])
+    [row] = preview(DataOptions(dataset=path, max_length=10), make_tokenizer(), 1)
+    num_tokens = len(make_tokenizer()("x " * 100 + "</s>")["input_ids"])
+    assert f"10 tokens, cut from {num_tokens}, 10 learnt: every token" in render_preview([row])
+
+
+def save(folder: Path, **options: object) -> str:
+    make_tokenizer(**options).save_pretrained(folder)
+    return str(folder)
+
+
+def test_padding_token_is_the_end_token_if_there_is_none(tmp_path: Path) -> None:
+    """Catches a tokenizer that fails at the first batch, or whose own padding token is overwritten."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "a")
+    assert load_tokenizer(str(tmp_path / "a")).pad_token == "</s>"
+    assert load_tokenizer(save(tmp_path / "b")).pad_token == "<pad>"
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "c")
+    with pytest.raises(ConfigError, match="neither a padding token nor an end-of-sequence token"):
+        load_tokenizer(str(tmp_path / "c"))
+    assert load_tokenizer(str(tmp_path / "c"), eos_token="<|im_end|>").pad_token == "<|im_end|>"
+
+
+def test_chat_template_is_taken_from_a_file_or_a_tokenizer(tmp_path: Path) -> None:
+    """Catches a template that is not applied, and one whose special tokens the model does not have."""
+    base = save(tmp_path / "base")
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    assert load_tokenizer(base, chat_template_path=str(tmp_path / "chat.jinja")).chat_template == CHATML
+    source = save(tmp_path / "source", chat_template=LLAMA3)
+    assert load_tokenizer(base, chat_template_path=source).chat_template == LLAMA3
+
+    foreign = make_tokenizer(CHATML.replace("<|im_end|>", "<|foreign|>"))
+    foreign.add_tokens(["<|foreign|>"], special_tokens=True)
+    foreign.save_pretrained(tmp_path / "foreign")
+    with pytest.raises(ConfigError, match=r"tokens that this model does not have \(<\|foreign\|>\)"):
+        load_tokenizer(base, chat_template_path=str(tmp_path / "foreign"))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_tokenizer(base, chat_template_path=base)
+    with pytest.raises(ConfigError, match="missing.jinja' cannot be read: No such file"):
+        load_tokenizer(base, chat_template_path="missing.jinja")
+
+
+def test_missing_tokenizer_or_token(tmp_path: Path) -> None:
+    """Catches a traceback of the tokenizer libraries where the model's name is wrong."""
+    with pytest.raises(CheckpointError, match="no tokenizer could be loaded from the folder"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(CheckpointError, match="no tokenizer could be loaded from the hub id 'nobody/nothing'"):
+        load_tokenizer("nobody/nothing")
+    with pytest.raises(ConfigError, match="eos_token 'stop!' is not in the vocabulary"):
+        load_tokenizer(save(tmp_path / "a"), eos_token="stop!")

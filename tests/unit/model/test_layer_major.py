@@ -1,0 +1,469 @@
+"""Layers that process their batch in pieces give what they give for the whole; whatever cannot be cut is refused.
+
+The tolerance: the gradient of an adapter is a sum over rows, and the order of the sum differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import VOCAB_SIZE, add_lora, build_model, make_batch, set_checkpointing, take_gradients
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from lorashard.errors import ConfigError
+from lorashard.model.cuts import RowCut, SequenceCut, find_mask_starts, find_position_starts
+from lorashard.model.layer_major import split_layers
+from lorashard.model.stacks import find_decoder_stack
+
+NUM_LAYERS = 3
+CHECKPOINTING = ("off", "non-reentrant", "reentrant")
+_SIZES = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+_GEMMA = _SIZES | dict(head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2)
+_GPT2 = dict(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=NUM_LAYERS, n_head=4)
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=8)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**_GEMMA | {"num_hidden_layers": 4})),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_GEMMA | {"num_hidden_layers": 4})),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**_GPT2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)),
+}
+
+
+def build(family: str = "llama", checkpointing: str = "off", attention: str = "sdpa") -> PeftModel:
+    torch.manual_seed(0)
+    base = FAMILIES[family]()
+    base.set_attn_implementation("eager" if family == "gemma2" else attention)  # Gemma 2 knows no other
+    base.config.use_cache = False
+    options = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True} if family == "gpt2" else {}
+    model = add_lora(base, **options)
+    if checkpointing != "off":
+        set_checkpointing(model, checkpointing)
+    return model.train()
+
+
+def split(model: nn.Module, rows: int) -> Any:
+    split_layers(find_decoder_stack(model)[1], rows)
+    return model
+
+
+def count_pieces(model: nn.Module) -> list[int]:
+    """Return a list of one number: how often the first layer's last submodule has run so far."""
+    count = [0]
+    layer = find_decoder_stack(model)[1][0]
+
+    def add(module: nn.Module, args: Any) -> None:
+        count[0] += torch._C._current_graph_task_id() == -1  # not while it is recomputed
+
+    layer.mlp.register_forward_pre_hook(add)
+    return count
+
+
+def make_padded_batch(rows: int = 5, tokens: int = 12) -> dict[str, torch.Tensor]:
+    batch = make_batch(rows=rows, tokens=tokens)
+    mask = torch.arange(tokens) < torch.arange(tokens, tokens - rows, -1)[:, None]
+    batch["labels"][~mask] = -100
+    return batch | {"attention_mask": mask.long()}
+
+
+def make_packed_batch(lengths: tuple[int, ...] = (3, 7, 1, 5, 4)) -> dict[str, torch.Tensor]:
+    """Return what TRL's collator makes of packed sequences: one row."""
+    tokens = make_batch(rows=1, tokens=sum(lengths))["input_ids"][0]
+    rows = [{"input_ids": tokens.tolist(), "seq_lengths": list(lengths)}]
+    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+
+
+def take_results(model: nn.Module, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    output = model(**batch)
+    output.loss.backward()
+    return take_gradients(model) | {"loss": output.loss.detach(), "logits": output.logits.detach()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_of_a_batch_give_the_whole_batchs_gradients(family):
+    """Rows in the wrong order, a mask or position that belongs to other rows, a row too many in the last piece."""
+    batch = make_padded_batch()
+    expected = take_results(build(family), batch)
+    for checkpointing, rows in zip(CHECKPOINTING, (2, 2, 1), strict=True):
+        model = split(build(family, checkpointing), rows)
+        count = count_pieces(model)
+        assert_close(take_results(model, batch), expected)
+        assert count == [-(-5 // rows)]
+
+
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_of_a_packed_row_give_the_whole_rows_gradients(family, attention):
+    """A sequence cut in two, one that sees another's tokens, a position that does not begin anew."""
+    batch = make_packed_batch()
+    expected = take_results(build(family, attention=attention), batch)
+    for checkpointing, sequences in zip(CHECKPOINTING, (2, 2, 1), strict=True):
+        model = split(build(family, checkpointing, attention), sequences)
+        count = count_pieces(model)
+        assert_close(take_results(model, batch), expected)
+        assert count == [-(-5 // sequences)]
+    without_lengths = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    assert_close(take_results(split(build(family, attention=attention), 2), without_lengths), expected)
+
+
+def flash_by_loops(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, position_ids=None, **kwargs):
+    """Attention as flash attention understands its arguments: no mask, sequences from lengths or from positions."""
+    assert attention_mask is None
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist() + [query.shape[2]]
+    bounds = starts if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    assert bounds[0] == 0 and bounds[-1] == query.shape[2]
+    attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=True)
+    parts = [attend(*(x[:, :, a:b] for x in (query, key, value))) for a, b in itertools.pairwise(bounds)]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def test_a_packed_row_without_a_mask_is_cut_where_flash_attention_cuts():
+    """Lengths that still count from the row's beginning, or pieces that are cut elsewhere than the kernel's."""
+    AttentionInterface.register("flash_by_loops", flash_by_loops)
+    batch = make_packed_batch()
+    for names in (batch.keys(), ("input_ids", "labels", "position_ids")):
+        results = []
+        for sequences in (None, 1, 2, 4):
+            model = build()
+            model.get_base_model().config._attn_implementation = "flash_by_loops"
+            count = count_pieces(model)
+            if sequences is not None:
+                split(model, sequences)
+            results.append(take_results(model, {name: batch[name] for name in names}))
+            assert count == [-(-5 // (sequences or 5))]
+            assert_close(results[-1], results[0])
+
+
+def test_a_padded_row_is_one_sequence():
+    """With padding alone for a mask nothing keeps sequences apart, whatever the positions say: the row stays whole."""
+    toy = split_toy(1)
+    toy(torch.randn(1, 4, 4), attention_mask=torch.ones(1, 4), position_ids=torch.tensor([[1, 0, 1, 2]]))
+    assert toy.num_runs == 1
+
+
+def test_tensors_that_change_in_place_are_read_again():
+    """A buffer that a data loader fills anew for each batch would be cut where the last batch was."""
+    batch = make_packed_batch()
+    model = split(build(), 1)
+    take_results(model, batch)
+    changed = make_packed_batch((9, 1, 1, 4, 5))
+    for name in batch.keys() - {"max_length_q", "max_length_k"}:
+        batch[name].copy_(changed[name])
+    assert_close(take_results(model, batch), take_results(build(), changed))
+
+
+def test_rows_of_several_packed_sequences_are_cut_by_rows():
+    """Positions that begin anew within rows must not be taken for a packed row's."""
+    batch = make_batch(rows=3, tokens=10) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]] * 3)}
+    batch["position_ids"][1] = torch.arange(10)
+    assert_close(take_results(split(build(), 2), batch), take_results(build(), batch))
+
+
+def test_as_many_tokens_as_rows_are_no_rows():
+    """What has the batch's size by chance: positions of [tokens], a mask of [rows, tokens]."""
+    batch = make_padded_batch(rows=4, tokens=4)
+    batch |= {"cache_position": torch.arange(4), "num_items_in_batch": torch.tensor(9)}
+    for family in ("llama", "qwen3", "gemma3"):
+        assert_close(take_results(split(build(family), 1), batch), take_results(build(family), batch))
+
+
+def test_accumulated_microbatches_give_the_same():
+    """The promise itself: a batch in pieces of two rows is what accumulation over microbatches of two rows gives."""
+    batch = make_batch(rows=6)
+    accumulated = build()
+    for begin in (0, 2, 4):
+        (accumulated(**{name: value[begin : begin + 2] for name, value in batch.items()}).loss / 3).backward()
+    model = split(build(checkpointing="non-reentrant"), 2)
+    model(**batch).loss.backward()
+    assert_close(take_gradients(model), take_gradients(accumulated))
+
+
+@pytest.mark.parametrize("batch", (make_padded_batch(), make_packed_batch()), ids=("rows", "packed"))
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_router_logits_are_one_a_layer(checkpointing, batch):
+    """transformers' hooks record a router's logits once a piece, which the auxiliary loss does not expect."""
+    results = []
+    for rows in (None, 2):
+        model = build("mixtral", checkpointing)
+        if rows is not None:
+            split(model, rows)
+        output = model(**batch, output_router_logits=True)
+        assert len(output.router_logits) == NUM_LAYERS
+        output.loss.backward()
+        logits = {f"router {i}": logits.detach() for i, logits in enumerate(output.router_logits)}
+        results.append(take_gradients(model) | logits | {"loss": output.loss.detach(), "aux": output.aux_loss.detach()})
+    assert_close(*results)
+
+
+def test_recorded_attentions_and_hidden_states_are_one_a_layer():
+    """A record for each piece would be taken for one for each layer."""
+    batch = make_padded_batch()
+    outputs = []
+    for model in (build(attention="eager"), split(build(attention="eager"), 2)):
+        outputs.append(model(**batch, output_attentions=True, output_hidden_states=True))
+    for name in ("attentions", "hidden_states"):
+        expected, found = ({str(i): t.detach() for i, t in enumerate(output[name])} for output in outputs)
+        assert_close(found, expected)
+    with pytest.raises(ConfigError, match="what it records as attentions .* cannot be put together"):
+        split(build(attention="eager"), 2)(**make_packed_batch(), output_attentions=True)
+
+
+class Toy(GradientCheckpointingLayer):
+    """A layer that gives back a tuple, and runs whatever it is handed."""
+
+    def __init__(self, run: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.run = run
+        self.num_runs = 0
+
+    def forward(self, hidden, attention_mask=None, past_key_values=None, extra=None, **kwargs):
+        self.num_runs += 1
+        return self.run(hidden, extra) if self.run else (torch.tanh(self.linear(hidden)), None)
+
+
+def split_toy(rows: int = 2, **options: Any) -> Toy:
+    toy = Toy(**options)
+    split_layers([toy], rows)
+    return toy
+
+
+def test_arguments_come_by_position_or_by_name_and_tuples_come_back():
+    """A layer called with keywords alone, or with a mask by position, and one that gives a tuple."""
+    hidden, mask = torch.randn(5, 3, 4), torch.zeros(5, 1, 3, 3)
+    toy = split_toy()
+    expected = torch.tanh(toy.linear(hidden))
+    for call in (lambda: toy(hidden, mask), lambda: toy(hidden=hidden, attention_mask=mask)):
+        found, nothing = call()
+        torch.testing.assert_close(found, expected)
+        assert nothing is None
+    assert toy.num_runs == 2 * 3
+
+
+def test_evaluation_is_split_too():
+    """Evaluation of a large batch takes a unit's memory as well."""
+    batch = make_padded_batch()
+    model, plain = split(build(), 2).eval(), build().eval()
+    for context in (torch.no_grad, torch.inference_mode):
+        for inputs, num_pieces in ((batch, 3), (make_packed_batch(), 3)):
+            count = count_pieces(model)
+            with context():
+                torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-6)
+            assert count == [num_pieces]
+
+
+def test_a_cache_keeps_the_batch_whole():
+    """A cache that each piece adds its rows to would hold other rows' keys."""
+    batch = make_batch(rows=3)
+    model, plain = split(build(), 1).eval(), build().eval()
+    count = count_pieces(model)
+    tokens = [m.generate(batch["input_ids"], max_new_tokens=4, do_sample=False, use_cache=True) for m in (model, plain)]
+    assert torch.equal(*tokens)
+    assert count == [4]
+
+
+def test_a_cache_is_dropped_under_activation_checkpointing():
+    """transformers drops it inside of the checkpoint; outside of it, it would keep every training batch whole."""
+    batch = make_batch(rows=4) | {"past_key_values": DynamicCache()}
+    model = split(build(checkpointing="non-reentrant"), 2)
+    count = count_pieces(model)
+    assert_close(take_results(model, batch), take_results(build(), make_batch(rows=4)))
+    assert count == [2]
+
+
+def test_adapters_added_later_train_as_well():
+    """PEFT injects into the layers after they were split: each piece must run what is there by then."""
+    torch.manual_seed(0)
+    base = FAMILIES["llama"]()
+    model = add_lora(split(base, 2)).train()
+    assert_close(take_results(model, make_batch(rows=4)), take_results(build(), make_batch(rows=4)))
+
+
+def test_a_copy_runs_its_own_layers():
+    """A reference model copied from a split one must not run the original's layers."""
+    model = split(build(), 2)
+    copied = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    assert_close(take_results(copied, make_batch(rows=4)), take_results(build(), make_batch(rows=4)))
+
+
+def test_a_layer_that_checkpoints_its_call_checkpoints_pieces(monkeypatch):
+    """Before 5.20 transformers checkpoints around the hooks: all rows would be recomputed, and be alive, at once."""
+
+    def checkpoint_call(self: Toy, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(partial(nn.Module.__call__, self, **kwargs), *args)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", checkpoint_call)
+    monkeypatch.setattr(GradientCheckpointingLayer, "__init_subclass__", lambda: None)
+    monkeypatch.setattr(Toy, "forward", getattr(Toy.forward, "__wrapped__", Toy.forward))
+    toy = split_toy()
+    recomputed: list[int] = []
+
+    def checkpoint(function: Any, hidden: torch.Tensor) -> Any:
+        recomputed.append(len(hidden))
+        return torch.utils.checkpoint.checkpoint(function, hidden, use_reentrant=False)
+
+    toy.gradient_checkpointing, toy._gradient_checkpointing_func = True, checkpoint
+    visits = []
+    toy.register_forward_hook(lambda *args: visits.append(torch._C._current_graph_task_id()))
+    hidden = torch.randn(5, 3, 4, requires_grad=True)
+    toy(hidden, past_key_values=object())[0].sum().backward()
+    assert recomputed == [2, 2, 1] and visits == [-1] and toy.num_runs == 2 * 3
+    assert isinstance(toy, Toy) and type(toy).__name__ == "Toy"
+
+
+@pytest.mark.parametrize("batch", (make_batch(rows=4), make_packed_batch()), ids=("rows", "packed"))
+def test_activation_checkpointing_around_a_layer_is_refused(batch):
+    """It would recompute all rows at once: right gradients, and none of the memory saved."""
+    model = build_model(checkpointing="around-call")
+    loss = split(model, 1)(**batch, use_cache=False).loss
+    with pytest.raises(ConfigError, match="activation checkpointing surrounds the whole layer"):
+        loss.backward()
+
+
+def test_what_cannot_be_cut_is_refused():
+    """A tensor, container or mask whose rows are unknown would be cut or shared wrongly in silence."""
+    hidden, row = torch.randn(4, 4, 4), torch.randn(1, 6, 4)
+    packed = dict(position_ids=torch.tensor([[0, 1, 0, 1, 0, 1]]))
+    block_mask = type("BlockMask", (), {})()
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    for message, arguments in (
+        (r"'extra' \(a tensor of shape \[4\]\)", dict(hidden=hidden, extra=torch.zeros(4))),
+        (r"'extra' \(a tensor of shape \[4, 4\]\)", dict(hidden=hidden, extra=torch.zeros(4, 4))),
+        (r"'extra' \(a tensor of shape \[8, 1, 4\]\)", dict(hidden=hidden, extra=torch.zeros(8, 1, 4))),
+        (r"'extra' \(a dict\)", dict(hidden=hidden, extra={})),
+        (r"'attention_mask' .a BlockMask.*attn_implementation='sdpa'", dict(hidden=hidden, attention_mask=block_mask)),
+        (r"'attention_mask' .a BlockMask", dict(hidden=row, attention_mask=block_mask, **packed)),
+        (r"'position_ids' .*\[4, 4, 3\]", dict(hidden=hidden, position_ids=torch.zeros(4, 4, 3))),
+        (r"'alibi' .*\[4, 1, 4\]", dict(hidden=hidden, alibi=torch.zeros(4, 1, 4))),
+        (r"as \[batch, tokens, hidden\], found a tensor of shape \[4, 4\]", dict(hidden=hidden[0])),
+        (r"packs 3 sequences and no mask keeps them apart", dict(hidden=row, **packed)),
+        (r"'extra' .*\[6\]", dict(hidden=row, attention_mask=block_diagonal(2, 2, 2), extra=torch.zeros(6))),
+        (r"cu_seq_lens_q: expected to rise from 0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
+        (r"not their own", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 4, 6]), attention_mask=mask)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            split_toy(1)(**arguments)
+
+
+def test_outputs_that_cannot_be_put_together_are_refused():
+    """A sum over rows, or rows that broadcast to the batch again, would be concatenated into nonsense."""
+    hidden = torch.randn(4, 3, 4)
+    for run, message in (
+        (lambda hidden, extra: (hidden, hidden.sum()), r"shape \[\]"),
+        (lambda hidden, extra: (hidden, hidden.sum(1)), r"shape \[1, 4\]"),
+        (lambda hidden, extra: hidden.expand(4, 3, 4), r"shape \[4, 3, 4\]"),
+        (lambda hidden, extra: {"hidden": hidden}, "a dict"),
+    ):
+        with pytest.raises(ConfigError, match=f"its output .*{message}.* cannot be put together"):
+            split_toy(1, run=run)(hidden)
+
+
+def test_layers_are_split_once_and_by_a_positive_number():
+    """Splitting pieces again, or another's wrapper lost, would go unnoticed."""
+    toy = split_toy()
+    with pytest.raises(ConfigError, match="Toy with its class's forward, found one that is replaced"):
+        split_layers([toy], 2)
+    with pytest.raises(ConfigError, match="expected a positive number of rows, found 0"):
+        split_layers([Toy()], 0)
+
+
+def block_diagonal(*lengths: int) -> torch.Tensor:
+    return torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None, None]
+
+
+def test_sequences_are_found_in_the_mask():
+    """A cut through a sequence, or at every padding token of a row, which nothing sees and which sees nothing."""
+    for mask, expected in (
+        (block_diagonal(3, 1, 2), [0, 3, 4]),
+        (torch.ones(5, 5).tril().bool()[None, None], [0]),
+        (torch.ones(5, 5).triu().bool()[None, None], [0]),
+        (torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()[None, None], [0]),  # the last sees the first alone
+        (torch.ones(6, 6).tril().triu(-2).bool()[None, None], [0]),  # a sliding window
+        (torch.block_diag(torch.zeros(3, 3), torch.ones(2, 2)).bool()[None, None], [0, 3]),  # padding on the left
+        (torch.cat([block_diagonal(2, 1, 2), block_diagonal(2, 3)], 1), [0, 2]),  # heads that differ
+    ):
+        additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        assert find_mask_starts(mask) == find_mask_starts(additive) == find_mask_starts(additive * 2) == expected
+
+
+def test_positions_need_not_begin_at_the_least():
+    """The first sequence of a row begins with the row."""
+    assert find_position_starts(torch.tensor([[4, 5, 0, 1, 2, 0]])) == [0, 2, 5]
+
+
+def test_each_argument_is_cut_along_its_own_dimension():
+    """Dimensions by name and shape, where sizes coincide: 4 rows of 4 tokens, and 3 rows beside 3 axes of positions."""
+    rows, sequences = RowCut("hidden_states", 4, 4, (2, 2)), SequenceCut("hidden_states", 4, [0, 1, 3], 2)
+    whole = None
+    for name, shape, by_rows, by_tokens in (
+        ("position_ids", (4, 4), 0, 1),
+        ("position_ids", (4,), whole, 0),
+        ("position_ids", (3, 4, 4), 1, 2),
+        ("position_embeddings", (4, 4, 8), 0, 1),
+        ("position_embeddings_global", (1, 4, 8), whole, 1),
+        ("position_embeddings", (4, 8), whole, 0),
+        ("position_embeddings", (3, 4, 4, 8), 1, 2),
+        ("cache_position", (4,), whole, 0),
+        ("num_items_in_batch", (), whole, whole),
+        ("num_items_in_batch", (1,), whole, whole),
+        ("per_layer_input", (4, 4, 8), 0, "refused"),
+        ("per_layer_input", (1, 4, 8), whole, 1),
+        ("per_layer_input", (1, 5, 8), whole, "refused"),
+        ("attention_mask", (1, 1, 4, 5), whole, "refused"),
+        ("attention_mask", (4, 4), 0, "refused"),
+        ("attention_mask", (1, 4), whole, 1),
+    ):
+        tensor = torch.arange(max(1, torch.Size(shape).numel())).reshape(shape)
+        for cut, dim in ((rows, by_rows), (sequences, by_tokens)):
+            found = cut.cut(name, tensor)
+            if dim == "refused":
+                assert found is None, (name, shape)
+                continue
+            expected = [tensor] * 2 if dim is whole else tensor.split(cut.sizes, dim)
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (name, shape, dim)
+    assert RowCut("hidden_states", 3, 5, (2, 1)).cut("position_embeddings", torch.zeros(3, 3, 5, 8)) is None
+    ends = sequences.cut("cu_seq_lens_q", torch.tensor([0, 1, 3, 4]))
+    assert [end.tolist() for end in ends] == [[0, 1, 3], [0, 1]]

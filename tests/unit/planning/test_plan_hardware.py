@@ -1,0 +1,261 @@
+"""Machines that are named, recognised or measured, and the command that plans for them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.cli import run_cli
+from helpers.planning import LORA
+from helpers.tiny import build_base
+from peft import LoraConfig
+from transformers import LlamaConfig
+
+from lorashard.cli import main
+from lorashard.config import RunConfig
+from lorashard.errors import CheckpointError, ConfigError
+from lorashard.forecast import describe_training
+from lorashard.plan.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
+from lorashard.plan.probe import probe
+from lorashard.plan.size import build_meta_model, compare_with_headers, measure_model
+from lorashard.plan.trace import trace
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def trace_once(traced, monkeypatch):
+    """Let plans of the same model and microbatch share what is traced."""
+
+    def remember(model, microbatch, quantization=None):
+        key = (str(model), model.dtype, repr(microbatch), quantization)
+        if key not in traced:
+            traced[key] = trace(model, microbatch, quantization)
+        return traced[key]
+
+    monkeypatch.setattr("lorashard.plan.auto.trace", remember)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    """A folder with a config.json alone."""
+    build_base("llama").config.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "gpu_type"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40, "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", 80, "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", 80, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 80, "h100-pcie"),
+        ("NVIDIA H200", 141, "h200"),
+        ("NVIDIA B200", 180, "b200"),
+        ("NVIDIA L4", 24, "l4"),
+        ("NVIDIA L40S", 48, "l40s"),
+        ("NVIDIA A10G", 24, "a10g"),
+        ("NVIDIA GeForce RTX 3090", 24, "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", 32, "rtx5090"),
+        ("NVIDIA RTX 6000 Ada Generation", 48, "rtx6000-ada"),
+        ("NVIDIA RTX A6000", 48, "rtx-a6000"),
+        ("Some Other Card", 140, "h200"),
+    ],
+)
+def test_a_card_is_recognised_by_its_driver(name, gib, gpu_type):
+    """Catches an L40S taken for an L4, whose name it contains, and an A100 with half of its memory."""
+    assert guess_gpu_type(name, gib * GIB) == gpu_type
+
+
+@pytest.mark.parametrize("gpu_type", known_gpu_types())
+def test_a_known_card_is_plausible(gpu_type):
+    """Catches a figure in another unit: a plan would be wrong by a thousand, or nothing would ever fit."""
+    hardware = find_gpu_type(gpu_type)
+    assert 20 * GIB < hardware.memory_bytes < 300 * GIB
+    assert 4e13 < hardware.flops_per_s < 3e15
+    assert 2e11 < hardware.memory_bytes_per_s < 1e13
+    assert 1e10 < hardware.host_bytes_per_s < 1e11
+    assert 5e9 < hardware.peer_bytes_per_s < 1e12
+    assert 0.8 * hardware.memory_bytes < usable_bytes(hardware.memory_bytes) < hardware.memory_bytes
+
+
+def test_what_is_given_replaces_what_is_known():
+    """Catches links of a data sheet planned with where the machine has others."""
+    options = HardwareOptions("l4", "40GB", 2, peer_gb_per_s=1, network_gb_per_s=2)
+    hardware = options.apply(find_gpu_type("l4"))
+    assert hardware.memory_bytes == 40 * 10**9
+    assert (hardware.peer_bytes_per_s, hardware.network_bytes_per_s) == (1e9, 2e9)
+    assert HardwareOptions(gpu_memory="24GiB").memory_bytes() == HardwareOptions(gpu_memory="24").memory_bytes()
+
+
+def test_help_of_a_plan_is_answered_without_heavy_imports():
+    """Catches an import that costs seconds, and an option of the plan that nobody can find."""
+    code, imported, stdout, _ = run_cli("plan", "--help")
+    assert (code, imported) == (0, [])
+    for name in ("gpu_type", "gpu_memory", "nodes", "peer_gb_per_s", "network_gb_per_s", "epoch_tokens", "json"):
+        assert f"--{name}" in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu_type", "h100"], "did you mean h100-sxm or h100-pcie?"),
+        (["--gpu_type", "RTX_4090"], "did you mean rtx4090?"),
+        (["--gpu_memory", "plenty"], "gpu_memory: expected an amount such as 24GiB"),
+        (["--nodes", "0"], "nodes"),
+        (["--gpu_typ", "l4"], "unknown option 'gpu_typ'"),
+        ([], "no model_name_or_path"),
+    ],
+)
+def test_mistakes_of_a_plan_are_one_line_without_heavy_imports(words, message):
+    """Catches a traceback, or seconds of waiting, for a name that is spelled wrong."""
+    model = ["--model", "m"] if words else []
+    code, imported, stdout, stderr = run_cli("plan", *model, *words)
+    assert (code, imported, stdout) == (2, [], "")
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def plan_words(base: str, *words: str) -> list[str]:
+    return ["plan", "--model", base, "--gpu_type", "l4", "--gpus", "2", "--max_length", "64", *words]
+
+
+def test_a_plan_needs_a_config_alone(base, capsys):
+    """Catches a plan that wants weights, a dataset or a GPU."""
+    assert main(plan_words(base, "--json", "--epoch_tokens", "1000")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"][found["chosen"]]["placement"]["placement"] == "replicate"
+    assert {row["placement"]["placement"] for row in found["rows"]} == {"replicate", "shard", "host", "file"}
+    assert all(row["dataset_s"] > 0 for row in found["rows"])
+    assert any("planned from config.json alone" in note for note in found["notes"])
+
+
+def test_options_of_a_run_change_its_plan(base, capsys):
+    """Catches options that the plan does not read."""
+
+    def plan(*words: str) -> dict:
+        assert main(plan_words(base, "--json", *words)) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["rows"][found["chosen"]]
+
+    plain = plan()
+    assert plan("--per_device_train_batch_size", "32")["activation_bytes"] > 2 * plain["activation_bytes"]
+    assert plan("--activation_checkpointing", "false")["activation_bytes"] > plain["activation_bytes"]
+    assert plan("--lora_r", "64")["adapter_bytes"] > 3 * plain["adapter_bytes"]
+    assert plan("--dtype", "float32")["rest_bytes"] > 1.8 * plain["rest_bytes"]
+    assert plan("--optim", "adamw_bnb_8bit")["adapter_bytes"] < plain["adapter_bytes"]
+    sharded = plan("--placement", "shard")
+    assert sharded["gathered_bytes"] > 0
+    assert (
+        plan("--placement", "shard", "--gradient_accumulation_steps", "4")["gathered_bytes"]
+        == 4 * sharded["gathered_bytes"]
+    )
+    assert plan("--placement", "shard", "--prefetch", "3")["slot_bytes"] > sharded["slot_bytes"]
+
+
+def test_without_gpus_and_names_a_plan_says_what_to_give(base, capsys):
+    """Catches a plan for hardware that nobody named."""
+    assert main(["plan", "--model", base, "--gpus", "3", "--max_length", "64"]) == 2
+    error = capsys.readouterr().err
+    assert "3 GPUs are to be planned for" in error and "--gpu_type (a100-40gb" in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose speeds count")
+def test_memory_alone_is_planned_for_with_a_note(base, capsys):
+    """Catches speeds of some card taken for granted."""
+    assert main(["plan", "--model", base, "--gpus", "4", "--gpu_memory", "24GiB", "--max_length", "64"]) == 0
+    assert "note: no such GPUs are here, so their speeds are those of" in capsys.readouterr().out
+
+
+def test_ranks_on_the_cpu_are_planned_for(base, tmp_path, monkeypatch, capsys):
+    """Catches a probe that needs a GPU, or that forgets."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["plan", "--model", base, "--cpu", "2", "--max_length", "64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["placement"]["placement"] for row in rows} == {"replicate", "shard", "file"}
+    assert list(tmp_path.glob(".cache/lorashard/speeds.json"))
+
+
+def test_a_damaged_memory_of_speeds_is_measured_again(tmp_path, caplog):
+    """Catches a run that cannot start because a file in a cache was cut short."""
+    cache = tmp_path / "speeds.json"
+    cache.write_text('{"half')
+    hardware = probe(torch.device("cpu"), torch.float32, cache)
+    assert "measured again" in caplog.text
+    assert json.loads(cache.read_text())
+    assert probe(torch.device("cpu"), torch.float32, cache) == hardware
+
+
+def test_other_weights_than_the_config_describes_are_told(tmp_path):
+    """Catches a plan for a model that is not the one in the files."""
+    folder = tmp_path / "base"
+    build_base("llama").save_pretrained(folder)
+
+    def compare() -> str | None:
+        return compare_with_headers(measure_model(build_meta_model(str(folder), LoraConfig(**LORA), torch.float32)))
+
+    assert compare() is None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    assert "the weight files hold" in compare()
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="Expected a config.json in"):
+        compare()
+
+
+def test_the_largest_models_are_sized_in_seconds(tmp_path, capsys):
+    """Catches a plan that builds adapters, or anything else of a 405B, in memory."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+    )
+    config.save_pretrained(tmp_path / "large")
+    begin_s = os.times().user
+    words = [
+        "plan",
+        "--model",
+        str(tmp_path / "large"),
+        "--gpu_type",
+        "h100-sxm",
+        "--gpus",
+        "8",
+        "--nodes",
+        "16",
+        "--json",
+    ]
+    assert main([*words, "--per_device_train_batch_size", "1"]) == 0
+    assert os.times().user - begin_s < 12
+    assert "405.85 B parameters" in json.loads(capsys.readouterr().out)["model"]
+
+
+def test_a_microbatch_is_what_the_options_say():
+    """Catches masks where there is no padding, and packed rows planned as padded ones."""
+
+    def describe(**options):
+        return describe_training(RunConfig(model="m", **options), "cuda", 2).microbatch
+
+    assert (describe().num_rows, describe().row_tokens, describe().has_mask) == (8, 1024, True)
+    assert not describe(per_device_train_batch_size=1).has_mask
+    packed = describe(packing=True, attn_implementation="flash_attention_2", per_device_train_batch_size=2)
+    assert (packed.num_rows, packed.row_tokens, packed.has_mask) == (1, 2048, False)
+    assert describe(packing=True, per_device_train_batch_size=1).has_mask
+    assert describe(activation_checkpointing=False).checkpointing is None
+    assert describe(label_smoothing_factor=0.1).loss == "model"
+    with pytest.raises(ConfigError, match="max_length: planning needs the length"):
+        describe(max_length=None)
+    config = RunConfig(model="m", max_length=None)
+    training = describe_training(config, "cuda", 2, longest_tokens=300, epoch_tokens=1000)
+    assert (training.microbatch.row_tokens, training.dataset_tokens) == (300, 3000)

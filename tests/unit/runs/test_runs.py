@@ -1,0 +1,208 @@
+"""The run folder's files, and what the trainer's callback writes there."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from helpers.tiny import build_base
+
+import lorashard
+from lorashard import api, manifest
+from lorashard.callbacks import RunCallback
+from lorashard.config import RunConfig
+from lorashard.engine import Stats
+from lorashard.errors import ConfigError
+from lorashard.forecast import describe_training
+from lorashard.measuring import RankMeter
+from lorashard.model.saved import find_adapter
+from lorashard.plan import auto
+from lorashard.plan.choose import Plan
+from lorashard.runs import Run
+from lorashard.status import Status, told_status
+from lorashard.train import _foresee
+
+
+def read_last(path: Path) -> dict:
+    return json.loads(path.read_text().splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_a_number_that_is_none_leaves_valid_json(tmp_path):
+    """Python's own writer puts a bare NaN, which browsers and other readers refuse: the whole file would be lost."""
+    Run(tmp_path, 0, 1).add_metrics({"grad_norm": float("nan"), "loss": float("inf"), "step": 1})
+    line = read_last(tmp_path / "metrics.jsonl")
+    assert line == {"grad_norm": "nan", "loss": "inf", "step": 1}
+    assert float(line["loss"]) == float("inf")
+
+
+def test_an_end_keeps_what_the_run_said_before(tmp_path):
+    """Who looks at a dead run wants to know at which step it died."""
+    launcher = Status.begin(tmp_path)
+    Run(tmp_path, 0, 2).status.enter("train", step=7, world_size=2)
+    launcher.hear_ranks()
+    launcher.end("failed", "boom")
+    status = read_last(tmp_path / "status.json")
+    assert (status["phase"], status["error"], status["step"], status["world_size"]) == ("failed", "boom", 7, 2)
+
+
+def test_an_end_does_not_touch_what_another_run_said(tmp_path):
+    """A run that dies before its first word would else be shown at the step of the one before."""
+    Run(tmp_path, 0, 2).status.enter("train", step=30)
+    with pytest.raises(KeyboardInterrupt), told_status(tmp_path):
+        raise KeyboardInterrupt
+    status = read_last(tmp_path / "status.json")
+    assert (status["phase"], status["error"], "step" in status) == ("stopped", "stopped by SIGINT", False)
+
+
+def leave_a_killed_run(folder: Path, num_ranks: int) -> None:
+    """What a run that saved step 4 leaves when it is killed as it writes the lines of step 6."""
+    for rank in range(num_ranks):
+        run = Run(folder, rank, num_ranks)
+        for step in range(1, 6):
+            run.add_metrics({"step": step, "loss": 1.0})
+            run.add_rank_line({"step": step})
+    for path in folder.rglob("*.jsonl"):
+        path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    """The steps between the last checkpoint and the kill twice in metrics.jsonl; half a line that no reader takes."""
+    leave_a_killed_run(tmp_path, 3)
+    for rank in range(2):  # one fewer
+        run = Run(tmp_path, rank, 2)
+        run.begin("", resumed_step=4)
+        run.add_metrics({"step": 5})
+        run.add_rank_line({"step": 5})
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    for rank, expected in enumerate(([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4])):
+        assert steps_in(tmp_path / "ranks" / f"rank_{rank}.jsonl") == expected
+
+
+def test_a_new_run_keeps_nothing_of_another(tmp_path):
+    """Lines of a rank that the new run does not have, taken for its own; folders deleted that no run has written."""
+    leave_a_killed_run(tmp_path, 3)
+    (tmp_path / "checkpoint-best").mkdir()  # a person's own
+    for rank in (1, 0):
+        Run(tmp_path, rank, 2).begin("", resumed_step=None)
+    assert not list(tmp_path.rglob("*.jsonl")) and (tmp_path / "checkpoint-best").exists()
+
+
+def test_the_adapter_of_a_run_is_that_of_its_newest_complete_checkpoint(tmp_path):
+    """A checkpoint of which a file was lost or cut, taken for the trained adapter by generate, eval and merge."""
+    tensors = {"base_model.model.lora_A.weight": torch.ones(2, 2)}
+    for step in (2, 4):
+        partial = manifest.place_partial(tmp_path / f"checkpoint-{step}")
+        partial.mkdir()
+        save_file(tensors, partial / "adapter_model.safetensors")
+        (partial / "adapter_config.json").write_text("{}")
+        (partial / "optimizer.pt").write_bytes(b"1234")
+        manifest.publish(tmp_path / f"checkpoint-{step}", {})
+    assert find_adapter(tmp_path).name == "checkpoint-4"
+    (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"12")
+    assert find_adapter(tmp_path).name == "checkpoint-2"
+    for step in (2, 4):  # as a bare Trainer leaves them
+        (tmp_path / f"checkpoint-{step}" / "manifest.json").unlink()
+    assert find_adapter(tmp_path).name == "checkpoint-4"
+
+
+def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch):
+    """With the pause in, the speed seems to drop after each evaluation."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    model = lorashard.shard(get_peft_model(build_base(), LoraConfig(target_modules=["q_proj"])))
+    callback = RunCallback(Run(tmp_path, 0, 1), RankMeter(api.engine_of(model), 1))
+    state = SimpleNamespace(global_step=0, max_steps=2)
+
+    def advance(seconds, event, **kwargs):
+        now_s[0] += seconds
+        getattr(callback, f"on_{event}")(None, state, None, **kwargs)
+
+    advance(0, "train_begin")
+    advance(10, "step_end")
+    advance(0, "log", logs={"loss": 1.0, "num_tokens": 100})
+    advance(50, "evaluate")
+    advance(30, "save")
+    advance(10, "step_end")
+    advance(0, "log", logs={"loss": 1.0, "num_tokens": 200})
+    speeds = [json.loads(line)["tokens_per_s"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert speeds == [10.0, 10.0]
+
+
+def test_the_peak_of_device_memory_is_that_of_training(monkeypatch, tmp_path):
+    """Catches a plan that looks wrong by what loading or the probe took at once, before the first step."""
+    peak_bytes = [80]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak_bytes[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak_bytes.__setitem__(0, 5))
+    engine = SimpleNamespace(stats=lambda: Stats(**dict.fromkeys(Stats.__dataclass_fields__, 0)))
+    meter = RankMeter(engine, 1)
+    monkeypatch.setattr(meter, "_ask_driver", dict)
+    RunCallback(Run(tmp_path, 0, 1), meter).on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
+    assert meter.read()["device_peak_bytes"] == 5
+
+
+def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
+    """Accelerate chooses Apple's GPU by itself, and Trainer would move the model there."""
+    mps = SimpleNamespace(num_processes=1, device=SimpleNamespace(type="mps"), distributed_type="NO")
+    monkeypatch.setattr(api, "PartialState", lambda cpu, backend: mps)
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU"):
+        api.join_launch()
+
+
+def test_only_a_backend_that_was_given_is_called_a_wrong_one(monkeypatch):
+    """Catches a script without MASTER_ADDR that is told to look for a ddp_backend that it never named."""
+
+    def refuse(cpu: bool, backend: str | None) -> None:
+        raise ValueError("MASTER_ADDR expected, but not set")
+
+    monkeypatch.setattr(api, "PartialState", refuse)
+    with pytest.raises(ValueError, match="^MASTER_ADDR"):
+        api.join_launch()
+    with pytest.raises(ConfigError, match="ddp_backend"):
+        api.join_launch("nope")
+
+
+def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
+    """A run with a placement of its own that ends for the sake of a record, or is shown with another run's plan."""
+
+    def has_no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def refuse() -> None:
+        raise KeyError("max_completion_length")
+
+    options = {"model_name_or_path": str(tmp_path), "output_dir": str(tmp_path), "dtype": "float32"}
+    config = RunConfig(dataset="d.jsonl", placement="shard", **options)
+    run, told = Run(tmp_path, 0, 1), []
+    for describe, find_home in ((refuse, Path.home), (lambda: None, has_no_home)):
+        monkeypatch.setattr(Path, "home", find_home)
+        (tmp_path / "plan.json").write_text("{}")
+        assert _foresee(config, describe, torch.device("cpu"), run, told.append) is None
+        assert not (tmp_path / "plan.json").exists()
+    assert "KeyError: 'max_completion_length'" in told[0] and "Could not determine home" in told[1]
+
+
+def test_a_plan_that_takes_too_long_keeps_no_rank_waiting(tmp_path, monkeypatch):
+    """A model that is planned token by token for minutes, while the other ranks wait for the first."""
+    model = build_base("llama-tied")
+    model.config.save_pretrained(tmp_path)
+    options = {"model_name_or_path": str(tmp_path), "dataset": "d.jsonl", "output_dir": str(tmp_path), "max_length": 8}
+    config = RunConfig(**options, placement="file", dtype="float32")
+    run, told = Run(tmp_path, 0, 1), []
+
+    def foresee() -> Plan | None:
+        return _foresee(config, lambda: describe_training(config, "cpu", 1), torch.device("cpu"), run, told.append)
+
+    assert foresee() is not None and json.loads((tmp_path / "plan.json").read_text())["rows"] and not told
+    monkeypatch.setattr(auto, "_LONGEST_S", 0.0)
+    assert foresee() is None and "TimeoutError: it takes longer" in told[0]

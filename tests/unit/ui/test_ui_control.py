@@ -1,0 +1,368 @@
+"""Runs that the web UI starts, stops, saves, resumes and deletes: real processes, most of which stand in for a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.small_demo import DEMO, copy_small_demo
+
+from lorashard.errors import ConfigError
+from lorashard.lock import find_owner, lock_run
+from lorashard_ui.reading.runs import Runs
+from lorashard_ui.running import control, detached
+from lorashard_ui.running.control import delete_run, explain_no_resume, resume_run, save_run, start_run, stop_run
+
+# Says which signals it got, and goes on.
+DEAF = """
+import signal, sys, time
+from pathlib import Path
+from lorashard.lock import lock_run
+heard = Path(sys.argv[1], "heard")
+def note(number, frame):
+    heard.write_text((heard.read_text() if heard.exists() else "") + signal.Signals(number).name + " ")
+for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    if number != signal.SIGUSR2 or "no-save" not in sys.argv:
+        signal.signal(number, note)
+with lock_run(Path(sys.argv[1])):
+    while True:
+        time.sleep(0.05)
+"""
+
+
+def wait_until(is_true: Callable[[], object], what: object = "it", timeout_s: float = 250) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline_s, f"{what() if callable(what) else what} did not happen in time"
+        time.sleep(0.05)
+
+
+def make_yaml(max_steps: int = 2, cpu: int = 1, demo: Path = DEMO, **options: object) -> str:
+    values = {
+        "model_name_or_path": str(demo / "base"),
+        "dataset": str(demo / "train.jsonl"),
+        "dtype": "float32",
+        "cpu": cpu,
+        "max_steps": max_steps,
+        "max_train_samples": 64,
+        "max_length": 64,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "heartbeat_timeout": 0,
+    }
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in (values | options).items())
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    return copy_small_demo(tmp_path_factory.mktemp("small") / "demo")
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder of runs, of which none is left alive."""
+    monkeypatch.setenv("LORASHARD_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    yield tmp_path / "runs"
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(tmp_path) in word for word in process.info["cmdline"] or []):
+            process.kill()
+
+
+@pytest.fixture
+def be_run(root):
+    """Start a process that owns a run's folder and notes the signals it gets."""
+    processes: list[subprocess.Popen] = []
+
+    def be_run(name: str, *words: str, phase: str = "train") -> subprocess.Popen:
+        folder = root / name
+        folder.mkdir(parents=True)
+        (folder / "status.json").write_text(json.dumps({"phase": phase}))
+        processes.append(subprocess.Popen([sys.executable, "-c", DEAF, str(folder), *words]))
+        wait_until(lambda: (owner := find_owner(folder)) and owner.pid == processes[-1].pid)
+        return processes[-1]
+
+    yield be_run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def read_exit(root: Path, name: str) -> int | None:
+    try:
+        return json.loads((root / name / "exit.json").read_text())["exit_code"]
+    except FileNotFoundError:
+        return None
+
+
+def read_log(root: Path, name: str) -> str:
+    return (root / name / "logs" / "launcher.log").read_text(errors="replace")
+
+
+def count_steps(root: Path, name: str) -> int:
+    try:
+        return (root / name / "metrics.jsonl").read_text().count('"loss"')
+    except FileNotFoundError:
+        return 0
+
+
+def heard(root: Path, name: str) -> str:
+    try:
+        return (root / name / "heard").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("a process was started")
+
+
+def test_a_run_outlives_a_killed_server(root, demo, monkeypatch):
+    """A run that dies with its server, gets what is the server's own, or whose end nobody is told after its restart;
+    and pages that do not understand what a run writes."""
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "1")
+    monkeypatch.setenv("RANK", "0")
+    script = (
+        "import psutil, sys, time; from pathlib import Path; from lorashard_ui.running.control import start_run; "
+        "start_run(Path(sys.argv[1]), 'first', sys.argv[2]); "
+        "print('left', *psutil.Process().children(), flush=True); time.sleep(100)"
+    )
+    text = make_yaml(demo=demo, output_dir="/nowhere", save_strategy="steps", save_steps=1)
+    words = [sys.executable, "-c", script, str(root), text]
+    server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert server.stdout is not None and server.stdout.readline() == "left\n"  # no zombie
+    runs = Runs(root)
+    assert [(row.name, row.state) for row in runs.list()] == [("first", "starting")]
+    os.killpg(server.pid, signal.SIGKILL)
+    server.communicate()
+    record = json.loads((root / "first" / ".launcher.json").read_text())
+    assert os.getsid(record["pid"]) == record["pid"] != os.getsid(0)
+    environ = psutil.Process(record["pid"]).environ()
+    assert "RANK" not in environ and "GRADIO_SERVER_PORT" not in environ and "HF_HOME" in environ
+    with pytest.raises(ConfigError, match="something called first already"):
+        start_run(root, "first", make_yaml())
+    with pytest.raises(ConfigError, match="stop it first"):
+        delete_run(root, "first")
+    wait_until(lambda: read_exit(root, "first") is not None, lambda: read_log(root, "first"))
+    assert read_exit(root, "first") == 0, read_log(root, "first")
+    assert (root / "first" / "adapter_model.safetensors").is_file() and count_steps(root, "first") == 2
+
+    reader = runs.get("first")
+    summary = reader.summary()
+    assert (summary.state, summary.phase, summary.step, summary.max_steps) == ("done", "done", 2, 2)
+    assert summary.num_ranks == 1 and summary.tokens_per_s > 1 and 0 < summary.loss < 20
+    assert "step 2" in reader.progress().sentence and reader.series(["loss"])["loss"][0] == [1, 2]
+    assert [alert for alert in reader.alerts() if alert.severity == "error"] == []
+    (row,) = reader.ranks()
+    assert row.rank == 0 and row.memory_bytes > 1 << 20 and 0 <= row.wait_share <= 1
+    assert [(point.step, point.problem) for point in reader.checkpoints()] == [(2, None), (1, None)]
+    assert reader.log(0) != ""
+    with pytest.raises(ConfigError):
+        resume_run(root, "first")
+    delete_run(root, "first")
+    assert [path.name for path in root.iterdir()] == [".starting.lock"]
+
+
+def test_what_cannot_run_is_said_and_leaves_nothing(root, monkeypatch):
+    """A mistake in a field that is found an hour later, in a log; its name taken by a run that never was."""
+    monkeypatch.setattr(detached, "start", refuse)
+    for config, said in {
+        make_yaml(lora_ranks=8): "unknown.*lora_ranks|lora_ranks.*lora_rank",
+        make_yaml(max_steps="many"): "max_steps",
+        "model_name_or_path: [": "asked.yaml",
+        "dataset: d.jsonl": "no model_name_or_path",
+    }.items():
+        with pytest.raises(ConfigError, match=said) as refusal:
+            start_run(root, "new", config)
+        assert str(root) not in str(refusal.value) and not (root / "new").exists()
+    for name in ("../out", "", ".hidden", "a/b"):
+        with pytest.raises(ConfigError, match="expected the name of a run"):
+            start_run(root, name, make_yaml())
+
+
+def test_of_two_tabs_that_resume_a_run_one_does(root, monkeypatch):
+    """Two launchers of one folder, of which one fails and leaves its exit code as that of the other's run."""
+    folder = root / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(make_yaml())
+    started = []
+
+    def start(command, log, exit_file, process_file):
+        time.sleep(0.3)
+        started.append(subprocess.Popen(["sleep", "60"]))
+        process_file.write_text(json.dumps({"pid": started[-1].pid, "begin_s": time.time()}))
+
+    monkeypatch.setattr(detached, "start", start)
+    refusals = []
+
+    def resume() -> None:
+        try:
+            resume_run(root, "run")
+        except ConfigError as error:
+            refusals.append(str(error))
+
+    tabs = [threading.Thread(target=resume) for _ in range(3)]
+    for tab in tabs:
+        tab.start()
+    for tab in tabs:
+        tab.join()
+    for process in started:
+        process.kill()
+        process.wait()
+    assert len(started) == 1 and len(refusals) == 2 and all("is starting" in refusal for refusal in refusals)
+
+
+def test_what_the_launcher_refuses_at_once_is_said(root, monkeypatch):
+    """A run that is listed as failed where a sentence would do."""
+
+    def start(command, log, exit_file, process_file):
+        log.write_text("lorashard: error: --gpus needs GPUs\n")
+        exit_file.write_text('{"exit_code": 2}')
+
+    monkeypatch.setattr(detached, "start", start)
+    with pytest.raises(ConfigError, match="^--gpus needs GPUs$"):
+        start_run(root, "new", make_yaml())
+    assert not (root / "new").exists()
+
+
+def test_a_stop_is_sent_once_however_often_it_is_asked(root, be_run):
+    """Two tabs that both press stop: for a launcher the second SIGTERM is the end without a save."""
+    be_run("live")
+    with pytest.raises(ConfigError, match="is alive"):
+        resume_run(root, "live")
+    for _ in range(3):
+        stop_run(root, "live")
+    wait_until(lambda: heard(root, "live"))
+    assert set(heard(root, "live").split()) == {"SIGUSR1"} and (root / "live" / ".stop").exists()
+
+
+def test_a_run_that_does_not_hear_is_killed(root, be_run, monkeypatch):
+    """Stop now, and a run that goes on for ever."""
+    monkeypatch.setattr(control, "_KILL_S", 0.5)
+    process = be_run("live")
+    stop_run(root, "live", now=True)
+    assert process.wait(20) == -signal.SIGKILL
+    assert heard(root, "live").split() == ["SIGQUIT"]
+    with pytest.raises(ConfigError, match="live does not run"):
+        stop_run(root, "live")
+
+
+def test_a_save_is_asked_of_those_alone_that_can(root, be_run):
+    """SIGUSR2 ends a process that does not handle it."""
+    be_run("live")
+    save_run(root, "live")
+    wait_until(lambda: heard(root, "live") == "SIGUSR2 ")
+    process = be_run("old", "no-save")
+    with pytest.raises(ConfigError, match="cannot save on request"):
+        save_run(root, "old")
+    be_run("waiting", phase="queue")
+    with pytest.raises(ConfigError, match="has not begun to train"):
+        save_run(root, "waiting")
+    assert process.poll() is None and heard(root, "waiting") == ""
+
+
+def test_signals_go_to_no_other_process(root, monkeypatch):
+    """A process of another machine, or one that was given a dead run's number, that is killed."""
+    monkeypatch.setattr(psutil.Process, "send_signal", refuse)
+    monkeypatch.setattr(os, "kill", refuse)
+    folder = root / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    left = {"pid": os.getpid(), "host": platform.node(), "begin_s": time.time()}
+    (folder / ".owner.json").write_text(json.dumps(left))
+    (folder / ".launcher.json").write_text(json.dumps(left | {"begin_s": 1.0}))
+    with pytest.raises(ConfigError, match="run does not run"):  # nobody has the lock, and we began later
+        stop_run(root, "run")
+    with lock_run(folder):
+        (folder / ".owner.json").write_text(json.dumps(left | {"host": "node-7"}))
+        for ask in (stop_run, save_run):
+            with pytest.raises(ConfigError, match="node-7.*on its own machine"):
+                ask(root, "run")
+        with pytest.raises(ConfigError, match="is alive .*node-7"):
+            delete_run(root, "run")
+        reason = explain_no_resume(root, "run")
+        assert reason is not None and "node-7" in reason
+
+
+def test_a_run_that_cannot_be_resumed_says_why(root, tmp_path):
+    """A button that does nothing, or a run that starts and fails in a log."""
+
+    def explain(name: str) -> str:
+        reason = explain_no_resume(root, name)
+        assert reason is not None
+        return reason
+
+    folder = root / "run"
+    folder.mkdir(parents=True)
+    assert explain("../run").startswith("expected the name") and "no run called run" in explain("run")
+    (folder / "status.json").write_text('{"phase": "train"}')
+    assert "neither asked.yaml nor config.yaml" in explain("run")
+    (folder / "config.yaml").write_text(make_yaml(lora_ranks=8))
+    assert "lora_ranks" in explain("run")
+    (folder / "config.yaml").write_text(make_yaml(model_name_or_path=str(tmp_path / "gone")))
+    assert "model_name_or_path" in explain("run") and "not there any more" in explain("run")
+    (folder / "config.yaml").write_text(make_yaml(dataset="gone.jsonl"))
+    assert "dataset: gone.jsonl" in explain("run")
+    (folder / "config.yaml").write_text(make_yaml(overwrite_output_dir=True))
+    assert explain_no_resume(root, "run") is None  # it begins anew
+    (folder / "adapter_config.json").touch()
+    assert "expected a complete checkpoint" in explain("run")
+
+
+def test_only_a_runs_own_folder_is_deleted(root, tmp_path):
+    """Data of the person that a click removes: through a link, or because it lies beside the runs."""
+    data = tmp_path / "data"
+    (data / "inside").mkdir(parents=True)
+    root.mkdir()
+    (root / "link").symlink_to(data)
+    (root / "notes").mkdir()
+    (root / "run").mkdir()
+    (root / "run" / "status.json").touch()
+    (root / "run" / "data").symlink_to(data)
+    (root / ".deleted-abc").mkdir()
+    for name, said in {"link": "found a link", "notes": "no run called", "gone": "no run called"}.items():
+        with pytest.raises(ConfigError, match=said):
+            delete_run(root, name)
+    delete_run(root, "run")
+    assert (data / "inside").is_dir() and sorted(os.listdir(root)) == [".starting.lock", "link", "notes"]
+
+
+@pytest.mark.slow
+def test_a_queued_run_waits_starts_and_can_be_stopped(root, demo):
+    """Two runs on the same cores; a run that waits and that nobody can stop, or that is taken for dead."""
+
+    def read_status(name: str) -> dict:
+        try:
+            return json.loads((root / name / "status.json").read_text())
+        except FileNotFoundError:
+            return {}
+
+    start_run(root, "first", make_yaml(max_steps=100_000, demo=demo))
+    wait_until(lambda: count_steps(root, "first"), lambda: read_log(root, "first"))
+    for name in ("second", "third"):
+        start_run(root, name, make_yaml(max_steps=1, queue=True, demo=demo))
+        wait_until(lambda name=name: "queue" in read_status(name), lambda name=name: read_log(root, name))
+    assert "held by the run first" in read_status("second")["queue"]["waits_for"]
+    assert read_status("third")["queue"]["place"] == 2 and find_owner(root / "third") is not None
+    with pytest.raises(ConfigError, match="nothing to save"):
+        save_run(root, "third")
+    stop_run(root, "second")
+    wait_until(lambda: read_exit(root, "second") is not None, lambda: read_log(root, "second"))
+    assert read_exit(root, "second") == 75 and read_status("second")["phase"] == "stopped"
+    assert explain_no_resume(root, "second") is None
+    wait_until(lambda: read_status("third")["queue"]["place"] == 1)
+    os.kill(json.loads((root / "first" / ".owner.json").read_text())["pid"], signal.SIGKILL)
+    wait_until(lambda: read_exit(root, "third") is not None, lambda: read_log(root, "third"))
+    assert read_exit(root, "third") == 0, read_log(root, "third")
+    assert read_exit(root, "first") == 128 + signal.SIGKILL

@@ -1,0 +1,231 @@
+"""Who is let in, and what the command `lorashard ui` is told."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.paths import ROOT
+
+from lorashard.cli import main
+from lorashard.errors import ConfigError
+from lorashard_ui.serving import server
+from lorashard_ui.serving.accounts import SESSION_S, Accounts
+from lorashard_ui.serving.guard import Guard
+from lorashard_ui.serving.options import UiOptions
+
+PASSWORD = "pass:word with spaces "
+
+
+def ask(guard: Guard, path: str, *parts: bytes, method: str = "GET", **headers: str) -> int:
+    """Send a request, its body in parts, and return the status of the answer."""
+    sent: list[dict[str, Any]] = []
+    bodies = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    bodies.append({"type": "http.request", "body": b"", "more_body": False})
+    headers = {"host": "127.0.0.1:7860"} | {name.replace("_", "-"): value for name, value in headers.items()}
+
+    async def receive() -> dict[str, Any]:
+        return bodies.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(guard(scope, receive, send))
+    return sent[0]["status"]
+
+
+async def read_all(scope, receive, send) -> None:
+    """An app that reads the whole body, and says whether it came to its end."""
+    message = await receive()
+    while message.get("more_body"):
+        message = await receive()
+    status = 200 if message["type"] == "http.request" else 499
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def open_guard() -> Guard:
+    return Guard(read_all, None, frozenset({"/", "/new"}), 7860)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "::1", "[::1]", "127.0.0.2"])
+def test_addresses_of_this_machine_need_no_password(host):
+    """Whoever tries it at home would have to invent a password."""
+    assert UiOptions.read(["--host", host]).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.4", "gpu-box", "localhost.evil.example", "127.1.evil"])
+def test_other_addresses_need_one(host):
+    """A name that only begins like this machine's is another's."""
+    with pytest.raises(ConfigError, match="--auth FILE"):
+        UiOptions.read([f"--host={host}"])
+    assert UiOptions.read([f"--host={host}", "--auth", "users"]).auth == "users"
+
+
+def test_a_file_of_users_is_read(tmp_path):
+    """A colon in a password, or a blank at its end, is part of it."""
+    path = tmp_path / "users"
+    path.write_text(f"# team\n\nada:{PASSWORD.strip()}\n bo:x\n")
+    path.chmod(0o600)
+    accounts = Accounts.read(str(path))
+    assert accounts.open_session("ada", PASSWORD.strip()) and accounts.open_session("bo", "x")
+    assert Accounts.read(f"ada:{PASSWORD}").open_session("ada", PASSWORD)
+    for user, password in (("ada", "x"), ("bo", ""), ("", ""), ("eve", "x"), ("# team", "")):
+        assert accounts.open_session(user, password) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nobody\n", "ada\n", "ada:\n", ":secret\n", "ada:secret\nada:other\n", "\udcff"]
+)
+def test_a_wrong_file_of_users_lets_nobody_in(tmp_path, text):
+    """An empty password would let in whoever knows a name; no message may repeat a password."""
+    path = tmp_path / "users"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    path.chmod(0o600)
+    with pytest.raises(ConfigError) as error:
+        Accounts.read(str(path))
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_file_that_others_read_is_refused(tmp_path, mode):
+    """On a machine of many users, the password would be everybody's."""
+    path = tmp_path / "users"
+    path.write_text("ada:secret\n")
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Accounts.read(str(path))
+
+
+def test_sessions_end(monkeypatch):
+    """A cookie that is copied must not open the server for ever."""
+    accounts = Accounts.read("ada:x")
+    session, other = accounts.open_session("ada", "x"), accounts.open_session("ada", "x")
+    assert session and other and session != other and accounts.has_session(session)
+    accounts.close_session(session)
+    assert not accounts.has_session(session) and accounts.has_session(other) and not accounts.has_session("")
+    monkeypatch.setattr("time.monotonic", lambda: SESSION_S * 10.0)
+    assert not accounts.has_session(other)
+
+
+def test_a_body_that_does_not_say_its_length_ends_too(open_guard):
+    """A request in chunks would fill the memory."""
+    part = b"x" * 2**20
+    assert ask(open_guard, "/gradio_api/queue/join", *[part] * 15, method="POST") == 200
+    assert ask(open_guard, "/gradio_api/queue/join", *[part] * 17, method="POST") == 499
+    assert ask(open_guard, "/gradio_api/queue/join", method="POST", content_length="99999999") == 413
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1/favicon.ico?", "127.0.0.1:7860/favicon.ico#", "a@b/favicon.ico?x="])
+def test_the_address_is_that_of_the_request_alone(host):
+    """An address that is read out of the Host header, and one that nobody need log in for is let through."""
+    guard = Guard(read_all, Accounts.read("ada:x"), frozenset({"/"}), 7860)
+    assert ask(guard, "/favicon.ico") == 200
+    assert ask(guard, "/config", host=host) == ask(guard, "/favicon.ico?/config") == 401
+
+
+def test_slow_logins_count_from_their_beginning(monkeypatch):
+    """A thousand requests that send their bodies at the same moment are a thousand guesses in a second."""
+    monkeypatch.setattr("lorashard_ui.serving.guard._LOGIN_S", 0.3)
+    guard = Guard(read_all, Accounts.read("ada:x"), frozenset({"/"}), 7860)
+    scope = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": []}
+
+    async def never() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def log_in() -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await guard(dict(scope), never, send)
+        return sent[0]["status"]
+
+    async def log_in_often() -> list[int]:
+        return await asyncio.gather(*(log_in() for _ in range(12)))
+
+    assert sorted(asyncio.run(log_in_often())) == [408] * 8 + [429] * 4
+    assert ask(guard, "/login", b"username=ada&password=x", method="POST") == 200
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/later", "/new/../config", "/gradio_api/file", "/static/", "//", "/NEW"])
+def test_only_known_addresses_are_handed_on(open_guard, path):
+    """What a later Gradio answers at a new address, nobody here has looked at."""
+    assert ask(open_guard, "/new") == 200 and ask(open_guard, "/gradio_api/heartbeat/abc123") == 200
+    assert ask(open_guard, path) == 404
+
+
+def test_websockets_are_refused(open_guard):
+    """A page of another site may open one to this machine."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(open_guard({"type": "websocket", "path": "/", "headers": []}, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_the_password_page_waits_for_nobody_forever():
+    """Guesses at the same time would each wait, and all be answered."""
+    guard = Guard(read_all, Accounts.read("ada:x"), frozenset({"/"}), 7860)
+    guard._num_waiting = 8
+    assert ask(guard, "/login", b"username=ada&password=y", method="POST") == 429
+    guard._num_waiting = 0
+    assert ask(guard, "/login", b"x" * 5000, method="POST") == 413
+
+
+def test_what_a_killed_server_has_left_goes(tmp_path):
+    """Uploads and packed adapters of gigabytes pile up; or those of another server that lives are removed."""
+    (tmp_path / ".serving-old/uploads").mkdir(parents=True)
+    with server._own_folder(tmp_path) as first:
+        assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
+        with server._own_folder(tmp_path) as second:
+            assert Path(first).is_dir() and Path(second).is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
+    """Most who train need no web UI, and have not installed it."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gradio" else find_spec(name))
+    assert main(["ui"]) == 2
+    assert capsys.readouterr().err == "lorashard: error: the web UI needs gradio: pip install 'lorashard[ui]'\n"
+
+
+def test_help_is_quick():
+    """The options of the UI must not load Gradio or torch for those who ask what there is."""
+    script = (
+        "import sys; from lorashard.cli import main\n"
+        "assert main(['--help']) == 0 and 'lorashard_ui' not in sys.modules\n"
+        "assert main(['ui', '--help']) == 0\n"
+        "assert not {'gradio', 'torch', 'uvicorn', 'plotly'} & sys.modules.keys()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for option in UiOptions.find_own_names():
+        assert f"--{UiOptions.short_names.get(option, option)}" in result.stdout
+    assert "--gpus" not in result.stdout.partition("Options of the command")[2]
+
+
+def test_the_endpoints_are_those_of_the_document(tmp_path):
+    """A program is written after docs/ui.md."""
+    pytest.importorskip("gradio")
+    from helpers.ui_api import list_documented, list_endpoints
+
+    assert list_documented(ROOT / "docs/ui.md") == list_endpoints(tmp_path)
