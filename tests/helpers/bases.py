@@ -30,18 +30,26 @@ MOE: dict[str, Any] = dict(
 )
 
 
-def save_base(folder: Path, family: str, **sizes: Any) -> str:
-    """Save a seeded base in bf16, in several files; of experts one by one, as hubs have them. Return its folder."""
+def build_any(family: str, **sizes: Any) -> PreTrainedModel:
+    """Return a seeded base of one of tiny.FAMILIES, or one with experts."""
     torch.manual_seed(0)
-    model: PreTrainedModel
     if family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**MOE | sizes, num_local_experts=4))
-    elif family == "qwen3-moe":
+        return MixtralForCausalLM(MixtralConfig(**MOE | {"num_local_experts": 4} | sizes))
+    if family == "qwen3-moe":
         experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE | sizes, **experts))
-    else:
-        model = build_base(family, **sizes)
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE | experts | sizes))
+    return build_base(family, **sizes)
+
+
+def save_base(
+    folder: Path,
+    family: str,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: str = "40KB",
+    **sizes: Any,
+) -> str:
+    """Save a seeded base in several files; of experts one by one, as hubs have them. Return its folder."""
+    build_any(family, **sizes).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return str(folder)
 
 

@@ -89,8 +89,8 @@ def build_unit(
     owners: dict[nn.Parameter, list[Owner]] = {}
     for module in modules:
         for part in module.modules():
-            for attribute, parameter in part._parameters.items():
-                if parameter is not None and not parameter.requires_grad:
+            for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+                if not parameter.requires_grad:
                     owners.setdefault(parameter, []).append(Owner(part, attribute))
     layout = plan_layout([(f"{name}.{i}", p.dtype, p.shape) for i, p in enumerate(owners)], group.size)
     home = DeviceHome(layout, group, CPU)
@@ -196,19 +196,3 @@ def build_rig(
 def make_tokens(seed: int = 0, rows: int = 3) -> torch.Tensor:
     """Return seeded token ids, [rows, 4]."""
     return torch.randint(0, 11, (rows, 4), generator=torch.Generator().manual_seed(seed))
-
-
-def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every trainable parameter's gradient and forget them in the model; each must be there."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, f"{name} has no gradient"
-            gradients[name], parameter.grad = parameter.grad, None
-    return gradients
-
-
-def find_differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names whose tensors are not equal bit for bit."""
-    assert found.keys() == expected.keys()
-    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]

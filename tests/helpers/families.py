@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 Tensors = dict[str, torch.Tensor]
 VOCAB_SIZE = 199
@@ -340,7 +341,7 @@ def make_config(family: Family) -> PreTrainedConfig:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class that makes a generating model of `config`."""
-    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 def save_family(family: Family, folder: Path) -> Path:

@@ -78,12 +78,16 @@ def train(task: Path, out: str, **options) -> list[float]:
     """Run the command line and return the losses of its steps."""
     result = run([*LORASHARD, "finetune", *make_options(task, out, **options)], task)
     assert result.returncode == 0, result.stdout + result.stderr
-    return read_losses(task / out)
+    return list(read_losses(task / out).values())
 
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each step; each is there once, in order."""
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), "a step is there twice, or late"
+    return {line["step"]: line["loss"] for line in lines}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState
 
 from lorashard.lock import find_process
 
@@ -50,6 +50,12 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any) -> list[Any
                     process.join()
 
 
+def read_status_bytes(key: str) -> int:
+    """Return what the kernel says of this process's memory, such as `VmRSS`, or `VmHWM` for the most of it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
 def wait_for_end(pid: int, timeout_s: float) -> None:
     """Wait until a process has ended that this one has not started.
 
@@ -79,7 +85,7 @@ def _collect(ranks: list, results: Any, deadline_s: float) -> list[Any]:
 def _rank_main(rank: int, world_size: int, store: str, results: Any, body: Callable, args: tuple) -> None:
     value, error = None, None
     try:
-        PartialState._reset_state()  # what a test in the parent made is none of this rank's
+        AcceleratorState._reset_state(reset_partial_state=True)  # what a test in the parent made is not this rank's
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
-import pytest
 
 import lorashard
+from helpers.waiting import wait_until
 
 DEADLINE_S = 180
 
@@ -39,7 +38,7 @@ class Launch:
     def wait_for_ranks(self, attempt: str = "") -> list[int]:
         """Return the process ids of ranks 0 and 1, once both run."""
         files = [self.folder / f"pid_{rank}{attempt}" for rank in (0, 1)]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), deadline_s=DEADLINE_S)
         time.sleep(0.3)  # elastic's watch begins right after it has started them
         return [int(file.read_text()) for file in files]
 
@@ -98,23 +97,11 @@ def _be_launcher(folder: Path, launch: Callable[[list[str], Path], int], word: s
     sys.exit(launch([sys.executable, str(folder / "rank.py"), str(folder), word, "$$HOME"], folder))
 
 
-def slow(*values: Any) -> Any:
-    """Return a case of a test that `make test` leaves out."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Wait for what happens in another process."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def wait_for_steps(run: Path, process: subprocess.Popen[str], num_steps: int = 1) -> None:
     """Wait until a run in the folder `run` has logged that many steps."""
     metrics = run / "metrics.jsonl"
     wait_until(
-        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count('"loss"') >= num_steps)
+        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count('"loss"') >= num_steps),
+        deadline_s=DEADLINE_S,
     )
     assert process.poll() is None, process.communicate()

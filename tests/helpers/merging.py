@@ -7,53 +7,17 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
-from helpers.tiny import build_base
-
-_MOE = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    pad_token_id=0,
-)
+from helpers import bases
+from helpers.words import make_tokenizer
 
 
 def save_base(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "40KB") -> Path:
-    """Save a seeded tiny model with a tokenizer, in the key layout that hubs have; return its folder."""
-    torch.manual_seed(0)
-    model: PreTrainedModel
-    if family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**_MOE, num_local_experts=4))
-    elif family == "qwen3-moe":
-        sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_MOE, **sizes))
-    else:
-        model = build_base(family, num_hidden_layers=2)
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    make_tokenizer("base").save_pretrained(folder)
+    """Save a seeded base of two layers with a tokenizer, in the key layout that hubs have; return its folder."""
+    bases.save_base(folder, family, dtype, max_shard_size, num_hidden_layers=2)
+    make_tokenizer(template="base").save_pretrained(folder)
     return folder
-
-
-def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of a few words whose chat template is `template`."""
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    made.chat_template = template
-    return made
 
 
 def save_adapter(folder: Path, base: Path, **options) -> Path:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel
 
+from helpers.bases import build_any
 from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
 from lorashard.plan.size import build_meta_model
 from lorashard.plan.trace import Microbatch
 from lorashard.quantization.options import Quantization
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+# As in large models: the MLP is 2.75 times as wide, so that norms and padding are nothing beside the linears.
+WIDE = dict(hidden_size=128, intermediate_size=352, vocab_size=512)
 FORMATS = (
     Quantization("nf4"),
     Quantization("nf4", double_quant=True),
@@ -62,17 +65,4 @@ def measure_peak(step: Callable[[], object]) -> int:
 
 def build_experts(**sizes: Any) -> PreTrainedModel:
     """Return a seeded base of which the experts' weights are stacked."""
-    torch.manual_seed(0)
-    options = dict(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=24,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options | sizes)).to(torch.bfloat16)
+    return build_any("qwen3-moe", **{"num_hidden_layers": NUM_LAYERS} | sizes).to(torch.bfloat16)

@@ -12,16 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from helpers.bases import MOE
+
 Tensors = dict[str, torch.Tensor]
 
-_SIZES: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=96,
-    pad_token_id=0,
+_SIZES: dict[str, Any] = MOE | dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_key_value_heads=4
 )
 _DEEPSEEK: dict[str, Any] = dict(
     q_lora_rank=16,

@@ -243,14 +243,6 @@ def read_phase(folder: Path) -> str:
         return ""
 
 
-def read_losses(folder: Path) -> dict[int, float]:
-    """Return the loss of each step; each is there once, in order."""
-    lines = [line for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-    steps = [line["step"] for line in lines]
-    assert steps == sorted(set(steps)), "a step is there twice, or late"
-    return {line["step"]: line["loss"] for line in lines}
-
-
 def read_evaluations(folder: Path) -> dict[int, float]:
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "eval_loss" in line]
     return {line["step"]: line["eval_loss"] for line in lines}

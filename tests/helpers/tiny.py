@@ -106,14 +106,15 @@ def make_batch(seed: int = 3, rows: int = 2, tokens: int = 12) -> dict[str, torc
     return {"input_ids": input_ids, "labels": labels}
 
 
-def take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every trainable parameter's gradient and forget them in the model; each must be there."""
+def take_gradients(model: torch.nn.Module, needs_all: bool = True) -> dict[str, torch.Tensor]:
+    """Return the gradients of what trains and forget them in the model; with `needs_all`, each must be there."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, f"{name} has no gradient"
+        if parameter.grad is not None:
             gradients[name] = parameter.grad.clone()
             parameter.grad = None
+        else:
+            assert not (needs_all and parameter.requires_grad), f"{name} has no gradient"
     return gradients
 
 

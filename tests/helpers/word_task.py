@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, set_seed
+from transformers import Trainer, set_seed
 
 from helpers.tiny import build_base
+from helpers.words import make_tokenizer
 from lorashard import api
 from lorashard.config import RunConfig
 from lorashard.data.options import DataOptions
@@ -41,15 +41,11 @@ OPTIONS = {
 
 def write_model(folder: Path, **sizes: int) -> None:
     """Write a model whose embedding of the word POISON is infinite, and its tokenizer."""
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *WORDS, POISON])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-    base = build_base(vocab_size=len(vocabulary), eos_token_id=2, **{"num_hidden_layers": 2} | sizes)
+    words = ["<pad>", "<s>", "</s>", *WORDS, POISON]
+    make_tokenizer(words).save_pretrained(folder)
+    base = build_base(vocab_size=len(words), eos_token_id=2, **{"num_hidden_layers": 2} | sizes)
     with torch.no_grad():
-        base.get_input_embeddings().weight[vocabulary[POISON]] = torch.inf
+        base.get_input_embeddings().weight[words.index(POISON)] = torch.inf
     base.save_pretrained(folder)
 
 

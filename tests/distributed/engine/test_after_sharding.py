@@ -91,7 +91,7 @@ def train_in_ddp(rank: int) -> tuple[bool, bool, int]:
     model._ddp_params_and_buffers_to_ignore = ["bias_mask"]  # what TRL's dpo.py assigns
     wrapped = DistributedDataParallel(model)
     wrapped(**make_batch()).loss.backward()
-    ignored = set(model._ddp_params_and_buffers_to_ignore)
+    ignored = wrapped.parameters_to_ignore
     return "bias_mask" in ignored, base <= ignored, len(take_gradients(model))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.forked_ranks import run_ranks
+from helpers.scenarios import one_step
 from helpers.tiny import CHECKPOINTING, NUM_LAYERS, build_model, find_differences, make_batch, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
@@ -20,21 +21,14 @@ Results = dict[str, torch.Tensor]
 TARGETS = ["q_proj", "down_proj"]
 
 
-def step(model: PeftModel) -> Results:
-    loss = model(**make_batch()).loss
-    loss.backward()
-    return take_gradients(model) | {"loss": loss.detach()}
-
-
 @contextlib.contextmanager
 def noted_gathers() -> Iterator[list[str]]:
-    """Collect the names of the units that are gathered in backward."""
+    """Collect the names of the units that are gathered."""
     names: list[str] = []
     original = Unit.unshard
 
     def unshard(unit: Unit, *args) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            names.append(unit.name)
+        names.append(unit.name)
         original(unit, *args)
 
     Unit.unshard = unshard
@@ -64,9 +58,11 @@ def compare(rank: int, cases: list[tuple[str, list[int], str, int | None]]) -> l
             if is_sharded:
                 model = lorashard.shard(model, placement, layer_microbatch_size=rows)
             torch.manual_seed(4)
-            step(model)
+            one_step(model)
+            loss = model(**make_batch()).loss
             with noted_gathers() as gathered:
-                results.append(step(model))
+                loss.backward()
+            results.append(take_gradients(model) | {"loss": loss.detach()})
         below = [name for name in gathered if name == "embedding" or name in {f"layers.{i}" for i in range(layers[0])}]
         # A checkpoint around the call, as older transformers have it, hides that the graph ends: one is prefetched.
         allowed = 1 if checkpointing == "around-call" else 0
@@ -132,13 +128,13 @@ def check_what_must_go_on(rank: int) -> list:
         lower = LoraConfig(r=4, target_modules=TARGETS, layers_to_transform=[1], init_lora_weights=False)
         torch.manual_seed(8)
         model.add_adapter("lower", lower)
-        found = step(model)
+        found = one_step(model)
         model.set_adapter("lower")
-        found |= {f"lower {name}": value for name, value in step(model).items()}
+        found |= {f"lower {name}": value for name, value in one_step(model).items()}
         model.base_model.set_adapter(["default", "lower"])
-        found |= {f"both {name}": value for name, value in step(model).items()}
+        found |= {f"both {name}": value for name, value in one_step(model).items()}
         model.set_adapter("default")
-        return found | {f"again {name}": value for name, value in step(model).items()}
+        return found | {f"again {name}": value for name, value in one_step(model).items()}
 
     def run_twice(model: PeftModel) -> Results:
         """Some models pass through their layers again: the second time backward must go through them all."""
@@ -146,7 +142,7 @@ def check_what_must_go_on(rank: int) -> list:
         stack = list(inner.layers)
         inner.layers = torch.nn.ModuleList([*stack, *stack])
         inner.config.num_hidden_layers = 2 * NUM_LAYERS
-        return step(model)
+        return one_step(model)
 
     def cached(model: PeftModel) -> Results:
         """The keys and values of a prompt that is learnt, say."""
@@ -159,14 +155,14 @@ def check_what_must_go_on(rank: int) -> list:
     cases = [
         ("own embeddings", {}, own_embeddings),
         ("cache", {}, cached),
-        ("tied tokens", tied | {"trainable_token_indices": [3, 5]}, step),
-        ("tied embeddings", tied | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, step),
+        ("tied tokens", tied | {"trainable_token_indices": [3, 5]}, one_step),
+        ("tied embeddings", tied | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, one_step),
         ("switched", {}, switched),
-        ("embeddings adapted", {"target_modules": ["embed_tokens", "q_proj"]}, step),
-        ("embeddings saved", {"modules_to_save": ["embed_tokens"]}, step),
-        ("tokens", {"trainable_token_indices": [3, 5]}, step),
-        ("head alone", {"target_modules": ["lm_head"], "layers_to_transform": None}, step),
-        ("norm", {"modules_to_save": ["norm", "lm_head"]}, step),
+        ("embeddings adapted", {"target_modules": ["embed_tokens", "q_proj"]}, one_step),
+        ("embeddings saved", {"modules_to_save": ["embed_tokens"]}, one_step),
+        ("tokens", {"trainable_token_indices": [3, 5]}, one_step),
+        ("head alone", {"target_modules": ["lm_head"], "layers_to_transform": None}, one_step),
+        ("norm", {"modules_to_save": ["norm", "lm_head"]}, one_step),
         ("run twice", {"layers_to_transform": [4]}, run_twice),
     ]
     for (name, options, scenario), checkpointing in zip(
@@ -202,14 +198,14 @@ def test_a_projection_listed_after_the_layers_that_runs_before_is_reached():
         model = Gemma4ForCausalLM(config)
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
-        results.append(step(lorashard.shard(model, "host") if is_sharded else model))
+        results.append(one_step(lorashard.shard(model, "host") if is_sharded else model))
     assert find_differences(results[1], results[0]) == []
 
 
 def test_a_pass_that_reaches_no_layer_leaves_no_floor_behind():
     """A layer that somebody calls alone afterwards would run without gradients."""
     model = lorashard.shard(build_model(target_modules=["lm_head"]), "replicate")
-    step(model)
+    one_step(model)
     layer = model.get_base_model().model.layers[0]
     hidden = torch.ones(1, 4, 32, requires_grad=True)
     rotary = model.get_base_model().model.rotary_emb(hidden, torch.arange(4)[None])
@@ -221,9 +217,9 @@ def check_interrupt(rank: int) -> bool:
     stack = model.get_base_model().model.layers
     handle = stack[1].mlp.register_forward_hook(lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        step(model)
+        one_step(model)
     handle.remove()
-    return torch.is_grad_enabled() and bool(step(model))
+    return torch.is_grad_enabled() and bool(one_step(model))
 
 
 def test_an_interrupt_leaves_gradients_on():

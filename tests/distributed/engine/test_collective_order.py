@@ -18,17 +18,18 @@ _Started = tuple[str, str, int]  # group, operation, bytes
 def log_collectives(rank: int) -> list[_Started]:
     started: list[_Started] = []
 
-    class LoggedGroup(ShardGroup):
-        def all_gather(self, whole, shard):
-            started.append((self.gather_group.group_desc, "all_gather", whole.numel()))
-            return super().all_gather(whole, shard)
+    original = ShardGroup.all_gather
+
+    def all_gather(self, whole, shard):
+        started.append((self.gather_group.group_desc, "all_gather", whole.numel()))
+        return original(self, whole, shard)
 
     def log_all_reduce(group, bucket):
         started.append((dist.group.WORLD.group_desc, "all_reduce", bucket.buffer().nbytes))
         return allreduce_hook(group, bucket)
 
+    ShardGroup.all_gather = all_gather
     model = lorashard.shard(build_model())
-    lorashard.api.engine_of(model)._group.__class__ = LoggedGroup
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.01)
     parallel.register_comm_hook(dist.group.WORLD, log_all_reduce)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

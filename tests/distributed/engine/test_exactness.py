@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers.modeling_utils
 from bitsandbytes.nn import Linear4bit
+from helpers.bases import save_base
 from helpers.forked_ranks import run_ranks
 from helpers.ladder import MOE, NUM_QUICK, PLACEMENTS, PLAIN, describe, list_rows
 from helpers.pairwise import Row
@@ -39,7 +40,6 @@ from helpers.scenarios import (
 )
 from helpers.tiny import (
     FAMILIES,
-    VOCAB_SIZE,
     build_base,
     build_model,
     find_differences,
@@ -52,11 +52,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
@@ -69,7 +64,10 @@ CPU_BUDGET_S = 130  # the whole array: some 85 models, plain and on one to four 
 NUM_LAYERS = 4  # one more than there are slots, with a layer of prefetch
 # Rows of whole blocks of 64, which is what bitsandbytes' CPU kernel is right for.
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=NUM_LAYERS)
-HEADS: dict[str, Any] = dict(vocab_size=VOCAB_SIZE, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=3),
+    "qwen3-moe": dict(num_experts=3, moe_intermediate_size=64, head_dim=16),
+}
 QUANTIZATIONS = {
     "none": None,
     "nf4": "nf4",
@@ -86,19 +84,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def save_bases(folder: Path) -> None:
     """Save a base of each family in several files, and adapters for the first that are loaded later."""
-    for family in FAMILIES:
-        build_base(family, torch.bfloat16, **SIZES).save_pretrained(folder / family, max_shard_size="50KB")
-    torch.manual_seed(0)
-    experts = dict(num_experts_per_tok=2, head_dim=16)
-    moes: list[tuple[str, PreTrainedModel]] = [
-        ("mixtral", MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, **experts, num_local_experts=3))),
-        (
-            "qwen3-moe",
-            Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts, num_experts=3, moe_intermediate_size=64)),
-        ),
-    ]
-    for family, model in moes:
-        model.to(torch.bfloat16).save_pretrained(folder / family, max_shard_size="50KB")
+    for family in (*FAMILIES, *MOE):
+        save_base(folder / family, family, max_shard_size="50KB", **SIZES | EXPERTS.get(family, {}))
+    for family in MOE:
         keys = json.loads((folder / family / "model.safetensors.index.json").read_text())["weight_map"]
         assert any("experts.2." in key for key in keys), "this checkpoint does not need a conversion"
     for name, options in {
@@ -226,7 +214,6 @@ def build_sharded(folder: Path, row: Row, rank: int) -> tuple[PeftModel, Results
         if row["attention"] != "sdpa":  # the default
             options["attn_implementation"] = row["attention"]
         model = lorashard.load(str(folder / row["family"]), make_config(row), **options)
-        assert model.get_base_model().config._attn_implementation == row["attention"]
     made = take_made(model)
     model = get_ready(model, row, row["checkpointing"])
     if row["checkpointing"] == "some":
@@ -349,12 +336,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     save_bases(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted weights and derived bases of these tests are nobody else's."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("hf")))
 
 
 def find_wrong_rows(folder: Path, rows: list[Row]) -> dict[str, Any]:

@@ -5,33 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
-from helpers.tiny import (
-    VOCAB_SIZE,
-    build_model,
-    make_batch,
-)
-from peft import PeftModel
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from helpers.tiny import add_lora, build_base, make_batch
+from helpers.words import make_tokenizer
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import lorashard
 from lorashard.model.stacks import find_decoder_stack
-
-CHECKPOINTING = ("off", "non-reentrant", "reentrant")
-
-
-def shard(model: PeftModel, rows: int | None = None) -> PeftModel:
-    return lorashard.shard(model, layer_microbatch_size=rows)
-
-
-def make_packed_batch() -> dict[str, torch.Tensor]:
-    tokens = make_batch(rows=1, tokens=20)["input_ids"][0].tolist()
-    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    return collate([{"input_ids": tokens, "seq_lengths": [3, 7, 1, 5, 4]}])
 
 
 def find_worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -42,12 +23,10 @@ def find_worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 def train(folder: str, rows: int | None, options: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run TRL's unmodified trainer; return the losses that it logs and the adapter that it leaves."""
-    model = shard(build_model(), rows)
-    is_forward: list[bool] = []
+    model = lorashard.shard(add_lora(build_base(num_hidden_layers=3)).train(), layer_microbatch_size=rows)
+    calls: list[object] = []
     mlp = find_decoder_stack(model)[1][0].mlp
-    mlp.register_forward_pre_hook(lambda *args: is_forward.append(torch._C._current_graph_task_id() == -1))
-    words = {"<pad>": 0} | {str(i): i for i in range(1, VOCAB_SIZE)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>", eos_token="1")
+    mlp.register_forward_pre_hook(lambda *args: calls.append(None))
     data = Dataset.from_list([{"input_ids": make_batch(i, 1, 5 + i % 6)["input_ids"][0].tolist()} for i in range(32)])
     arguments = SFTConfig(
         folder,
@@ -64,28 +43,30 @@ def train(folder: str, rows: int | None, options: dict) -> tuple[list[float], di
         disable_tqdm=True,
         **options,
     )
-    trainer = SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer = SFTTrainer(model, args=arguments, train_dataset=data, processing_class=make_tokenizer())
     assert trainer.accelerator.num_processes == 2
     trainer.train()
-    assert sum(is_forward) >= 2 * 4 if rows == 1 else sum(is_forward) == 2
+    num_passes = 2 * 2  # of each step one in forward and one in backward, where it is computed anew
+    assert len(calls) >= num_passes * 4 if rows == 1 else len(calls) == num_passes
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     return losses, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def check_trainer(rank: int, folder: str) -> dict[str, float]:
+def check_trainer(rank: int, folder: str, cases: list[dict]) -> dict[str, float]:
     worst = {}
-    for options in (
-        {"max_length": 32},
-        {"max_length": None, "padding_free": True},
-        {"max_length": 32, "packing": True},
-    ):
+    for options in cases:
         (plain_losses, plain), (losses, split) = (train(folder, rows, options) for rows in (None, 1))
         assert len(losses) == 2 and losses == pytest.approx(plain_losses, rel=1e-5)
         worst[str(options)] = find_worst(split, plain)
     return worst
 
 
-def test_an_unmodified_trainer_trains_the_same_adapter(tmp_path):
+@pytest.mark.parametrize(
+    "cases",
+    [[{"max_length": 32}], slow([{"max_length": None, "padding_free": True}, {"max_length": 32, "packing": True}])],
+    ids=["padded", "packed"],
+)
+def test_an_unmodified_trainer_trains_the_same_adapter(tmp_path, cases):
     """TRL's batches, padded, padding-free and packed, with what else its trainer hands down to the layers."""
-    for worst in run_ranks(check_trainer, 2, str(tmp_path)):
+    for worst in run_ranks(check_trainer, 2, str(tmp_path), cases):
         assert {case: error for case, error in worst.items() if error > 1e-5} == {}

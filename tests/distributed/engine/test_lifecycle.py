@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.forked_ranks import run_ranks
-from helpers.tiny import add_lora, build_base, build_model, find_differences, make_batch, take_gradients
+from helpers.scenarios import one_step
+from helpers.tiny import add_lora, build_base, build_model, find_differences, make_batch
 from peft import PeftModel
+from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
+from lorashard.dist import set_timeout
 from lorashard.engine import Placeholder, State
 from lorashard.errors import ShardError
-
-
-def one_step(model: PeftModel) -> dict[str, torch.Tensor]:
-    model(**make_batch()).loss.backward()
-    return take_gradients(model)
 
 
 class Broken(torch.autograd.Function):
@@ -42,8 +39,11 @@ class Broken(torch.autograd.Function):
 def check_exceptions(rank: int) -> list:
     wrong = []
     expected = one_step(build_model())
-    for error, where, checkpointing, layer in itertools.product(
-        (ValueError("a bad batch"), KeyboardInterrupt()), ("forward", "backward"), ("off", "non-reentrant"), (0, 3)
+    for error, where, checkpointing, layer in (
+        (ValueError("a bad batch"), "forward", "off", 0),
+        (ValueError("a bad batch"), "backward", "non-reentrant", 3),
+        (KeyboardInterrupt(), "forward", "non-reentrant", 3),
+        (KeyboardInterrupt(), "backward", "off", 0),
     ):
         model = lorashard.shard(build_model(checkpointing=checkpointing))
         norm = model.get_base_model().model.layers[layer].post_attention_layernorm
@@ -95,19 +95,20 @@ def test_ranks_that_diverge_stop_with_a_sentence():
     """Shards have equal sizes: without the check a rank would read another unit's bytes, and nothing would tell."""
     for messages in run_ranks(check_divergence, 2):
         assert len(messages) == 3
-        assert "rank 0 begins a forward with gradients after 0 gathers" in messages[0]
-        assert "rank 1 begins a forward without gradients after 0 gathers" in messages[0]
-        assert "rank 1 begins an optimizer step" in messages[1]
-        assert "rank 0 begins an optimizer step" in messages[2]
-        assert all("the ranks have diverged" in message for message in messages)
+        assert "with gradients" in messages[0] and "without gradients" in messages[0]
+        assert "rank 0" in messages[0] and "rank 1" in messages[0]
+        assert all("optimizer step" in message for message in messages[1:])
+        assert all("diverged" in message for message in messages)
 
 
-def check_hash(rank: int) -> str:
-    model = lorashard.shard(build_model())
-    engine = lorashard.api.engine_of(model)
-    one_step(model)
-    engine._hash += rank
+def run_in_another_order(rank: int) -> str:
+    set_timeout(20)
+    model = lorashard.shard(build_model(), prefetch=0)
+    if rank == 1:
+        layers = model.get_base_model().model.layers
+        layers[2], layers[3] = layers[3], layers[2]
     try:
+        one_step(model)
         one_step(model)
     except ShardError as error:
         return str(error)
@@ -115,8 +116,8 @@ def check_hash(rank: int) -> str:
 
 
 def test_equal_counts_of_different_units_are_found():
-    """Two ranks that gathered equally often, but not the same units, differ in the rolling hash alone."""
-    assert all("the ranks have diverged" in message for message in run_ranks(check_hash, 2))
+    """Two ranks that gathered equally often, but not the same units, have read each other's bytes."""
+    assert all("diverged" in message for message in run_ranks(run_in_another_order, 2))
 
 
 class Stash(torch.autograd.Function):
@@ -147,12 +148,13 @@ def check_stash(rank: int) -> str:
 def test_a_weight_stashed_on_ctx_is_refused():
     """It would read another unit's bytes in backward: the loss healthy, the gradients wrong."""
     for message in run_ranks(check_stash, 2):
-        assert "something still holds a weight of 'layers.1'" in message and "ctx.save_for_backward" in message
+        assert "'layers.1'" in message and "ctx.save_for_backward" in message
 
 
 def check_bookkeeping(rank: int, folder: str) -> dict:
     plain, model = build_model(), lorashard.shard(build_model())
     base_names = {n for n, p in plain.named_parameters() if not p.requires_grad}
+    ignored = {name for name in DistributedDataParallel(model).parameters_to_ignore if name.endswith("weight")}
     facts = {
         "counts": model.num_parameters() == plain.num_parameters(),
         "trainable": model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters(),
@@ -160,8 +162,7 @@ def check_bookkeeping(rank: int, folder: str) -> dict:
         "shapes": all(a.shape == b.shape for a, b in zip(model.parameters(), plain.parameters(), strict=True)),
         "dtypes": {p.dtype for p in model.parameters()} == {torch.float32},
         "moved": model.to("cpu") is model and model.to("cpu:0") is model and model.float() is model,
-        "ignored by DDP": base_names <= set(model._ddp_params_and_buffers_to_ignore),
-        "no adapter ignored": not any("lora" in n for n in model._ddp_params_and_buffers_to_ignore),
+        "ignored by DDP": ignored == base_names,
         "no base in state_dict": model.state_dict().keys() == plain.state_dict().keys() - base_names,
     }
     one_step(model)
@@ -188,7 +189,7 @@ def check_bookkeeping(rank: int, folder: str) -> dict:
             use()
             facts[name] = "went through"
         except ShardError as error:
-            facts[name] = "is sharded and was" in str(error) and "placement='replicate'" in str(error)
+            facts[name] = "placement='replicate'" in str(error)
     facts["written files"] = [path.name for path in Path(folder).rglob("*.safetensors") if "adapter" not in path.name]
     return facts
 

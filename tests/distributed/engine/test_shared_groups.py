@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers.forked_ranks import run_ranks
-from helpers.tiny import build_model, make_batch
+from helpers.tiny import add_lora, build_base, make_batch
+from peft import PeftModel
 
 import lorashard
 from lorashard.dist import HostGroup, ShardGroup
@@ -21,11 +22,15 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def build_small() -> PeftModel:
+    return add_lora(build_base(num_hidden_layers=2)).train()
+
+
 def make_models(rank: int) -> tuple[list[int], bool]:
-    kept = [lorashard.shard(build_model())]
+    kept = [lorashard.shard(build_small())]
     counts = [count_threads()]
     for number in range(5):
-        model = lorashard.shard(build_model())
+        model = lorashard.shard(build_small())
         if number % 2 == rank:  # ranks let go of them at different times
             kept.append(model)
         HostGroup.of_all()
@@ -41,7 +46,7 @@ def test_models_over_the_same_ranks_take_no_more_threads():
 
 
 def run_different_models(rank: int) -> None:
-    models = [lorashard.shard(build_model()) for _ in range(2)]
+    models = [lorashard.shard(build_small()) for _ in range(2)]
     with pytest.raises(ShardError, match="diverged"):
         models[rank](**make_batch())
 
@@ -88,7 +93,7 @@ def test_groups_end_where_all_ranks_meet_and_none_uses_them():
 def begin_anew(rank: int, folder: str) -> list[int]:
     counts = []
     for number in range(3):
-        model = lorashard.shard(build_model())
+        model = lorashard.shard(build_small())
         loss = model(**make_batch()).loss
         dist.destroy_process_group()
         del model, loss

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.forked_ranks import run_ranks
-from helpers.tiny import build_base, build_model, find_differences, make_batch
+from helpers.tiny import add_lora, build_base, build_model, find_differences, make_batch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from trl.trainer.utils import hash_module
@@ -61,7 +61,7 @@ def save_and_load(rank: int, folder: str) -> list:
 
 def test_a_saved_state_is_the_adapters_and_loads_on_any_placement(tmp_path: Path) -> None:
     """Catches `save_state` writing or wanting the base, and a strict `load_state` that misses it."""
-    build_base().save_pretrained(tmp_path / "base")
+    build_base(num_hidden_layers=2).save_pretrained(tmp_path / "base")
     assert run_ranks(save_and_load, 2, str(tmp_path)) == [[], []]
 
 
@@ -78,12 +78,12 @@ def test_a_missing_adapter_tensor_is_still_missed() -> None:
 def test_a_state_with_the_base_is_refused() -> None:
     """Catches a checkpoint of the plain script that would be loaded in part, or fail with a line for each weight."""
     plain = build_model().state_dict()
-    with pytest.raises(CheckpointError, match="weights of the base too, such as .*load_adapter"):
+    with pytest.raises(CheckpointError, match="load_adapter"):
         lorashard.shard(build_model()).load_state_dict(plain)
 
 
 def save_two_bases(folder: Path) -> None:
-    base = build_base()
+    base = build_base(num_hidden_layers=2)
     base.save_pretrained(folder / "base")
     with torch.no_grad():
         base.lm_head.weight.mul_(2)
@@ -97,9 +97,11 @@ def test_a_state_of_another_base_is_refused(tmp_path: Path) -> None:
     again = load(str(tmp_path), "file", seed=2)
     again.load_state_dict(state)
     assert find_differences(dict(again.state_dict()), dict(state)) == []
-    with pytest.raises(CheckpointError, match="saved on another base"):
+    with pytest.raises(CheckpointError, match="another base"):
         load(str(tmp_path / "other"), "shard", seed=1).load_state_dict(state)
-    lorashard.shard(build_model()).load_state_dict(state)  # nobody knows the base of one made in memory
+    lorashard.shard(add_lora(build_base(num_hidden_layers=2))).load_state_dict(
+        state
+    )  # nobody knows the base of one made in memory
 
 
 def test_trl_takes_another_base_for_another_model(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ WARNING_S = 1.0
 TIMEOUT_S = 4.0
 
 
-def diverge(rank: int) -> tuple[str, BaseException | None, str, int]:
+def diverge(rank: int, done: str) -> tuple[str, BaseException | None, str, int]:
     set_timeout(TIMEOUT_S)
     model = lorashard.shard(build_model(), wait_warning_s=WARNING_S)
     model(**make_batch())
     num_threads = threading.active_count()
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.FileStore(done, 3)
     said, failure = io.StringIO(), None
     with contextlib.redirect_stderr(said):
         try:
@@ -43,18 +43,17 @@ def diverge(rank: int) -> tuple[str, BaseException | None, str, int]:
     return said.getvalue(), type(failure), text, threading.active_count() - num_threads
 
 
-def test_ranks_that_wait_for_one_that_is_elsewhere_say_where_all_are():
+def test_ranks_that_wait_for_one_that_is_elsewhere_say_where_all_are(tmp_path):
     """Catches ranks that diverge into different collectives and hang in silence to the end of gloo's half hour."""
-    found = run_ranks(diverge, 3)
+    found = run_ranks(diverge, 3, str(tmp_path / "done"))
 
     for rank, (said, _, text, num_more_threads) in enumerate(found[:2]):
         assert said.count("lorashard:") == 1
         for words in (said, text):
             assert f"rank {rank} has waited" in words
-            assert "begin a forward without gradients after" in words
-            assert "rank 2 is elsewhere: it last came" in words
-            assert "to begin a forward with gradients after 0 gathers" in words
-        assert f"rank {1 - rank} waits too, to begin a forward without gradients" in said
+            assert "rank 2 is elsewhere" in words
+            assert "without gradients" in words and "with gradients" in words
+        assert f"rank {1 - rank} waits too" in said
         assert num_more_threads == 0
     # The first to come to its timeout ends the other's wait, which gloo calls a closed connection.
     assert ShardError in [kind for _, kind, _, _ in found[:2]]
@@ -78,8 +77,7 @@ def test_what_an_absent_rank_did_last_is_what_all_did_last(late):
     for rank, said in enumerate(run_ranks(agree_late, 3, late)):
         if rank != late:
             assert f"rank {rank} has waited" in said
-            assert f"rank {late} is elsewhere: it last came" in said
-            assert "s ago, to begin" in said
+            assert f"rank {late} is elsewhere" in said and "to begin" in said
 
 
 class Work:

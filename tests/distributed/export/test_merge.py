@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import logging
@@ -9,9 +10,8 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,21 @@ import peft
 import pytest
 import torch
 from accelerate.state import PartialState
-from helpers.forked_ranks import run_ranks
+from helpers.cases import slow
+from helpers.forked_ranks import read_status_bytes, run_ranks
 from helpers.merging import (
     disturb,
-    make_tokenizer,
     merge_with_peft,
     read_tensors,
     save_adapter,
     save_base,
 )
 from helpers.tiny import build_base, find_differences, make_batch
+from helpers.words import make_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, conversion_mapping
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter
 from transformers.utils import logging as transformers_logging
 
@@ -45,13 +47,14 @@ from lorashard.merging.staging import check_target, remove_partial
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+WHOLE = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
 CASES = {
     "LoRA": ("llama", {}),
     "LoRA, tied": ("llama-tied", {}),
     "rsLoRA": ("llama", {"use_rslora": True}),
     "DoRA": ("llama", {"use_dora": True}),
     "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    "modules_to_save": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "modules_to_save": ("llama", WHOLE),
     "single tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 3]}}),
     "qwen3": ("qwen3", {}),
     "mixtral": ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
@@ -66,14 +69,19 @@ def _quiet():
     transformers_logging.disable_progress_bar()
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+MORE_CASES = ("rsLoRA", "embedding and head", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe experts")
+
+
+@pytest.fixture(
+    params=[slow(name) if name in MORE_CASES else name for name in CASES], ids=lambda name: name.replace(" ", "-")
+)
 def case(request, tmp_path) -> tuple[Path, Path]:
     family, options = CASES[request.param]
     base = save_base(tmp_path / "base", family)
     return base, save_adapter(tmp_path / "adapter", base, **options)
 
 
-@pytest.mark.parametrize("dtype", (None, FP32), ids=("own-dtype", "fp32"))
+@pytest.mark.parametrize("dtype", (None, slow(FP32)), ids=("own-dtype", "fp32"))
 def test_merged_equals_pefts_own_merge(case, tmp_path, dtype):
     """A wrong scaling, order of casts, range of an expert or key; a tensor left out; a magnitude not loaded."""
     base, adapter = case
@@ -100,12 +108,12 @@ def test_an_fp32_checkpoint_merges_to_bf16_in_bf16(tmp_path):
     "config",
     (
         peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-        peft.LoHaConfig(r=2, target_modules=["q_proj"]),
-        peft.LoKrConfig(r=2, target_modules=["q_proj"]),
-        peft.VeraConfig(r=2, target_modules=["q_proj"]),
-        peft.OFTConfig(oft_block_size=8, target_modules=["q_proj"]),
         peft.LNTuningConfig(target_modules=["input_layernorm"]),
-        peft.HRAConfig(r=2, target_modules=["q_proj"]),
+        slow(peft.LoHaConfig(r=2, target_modules=["q_proj"])),
+        slow(peft.LoKrConfig(r=2, target_modules=["q_proj"])),
+        slow(peft.VeraConfig(r=2, target_modules=["q_proj"])),
+        slow(peft.OFTConfig(oft_block_size=8, target_modules=["q_proj"])),
+        slow(peft.HRAConfig(r=2, target_modules=["q_proj"])),
     ),
     ids=lambda config: config.peft_type.value,
 )
@@ -144,11 +152,12 @@ CONVERSIONS = {
 }
 
 
-def fuse(folder: Path, monkeypatch) -> None:
-    """Rewrite a Llama's files to hold fused, transposed and split tensors that transformers converts back."""
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")
-    cache = conversion_mapping._checkpoint_conversion_mapping_cache
-    monkeypatch.setitem(cache, "LlamaForCausalLM", list(CONVERSIONS.values()))
+@pytest.fixture
+def fused(tmp_path) -> Iterator[Path]:
+    """A Llama whose files hold fused, transposed and split tensors that transformers converts back."""
+    folder = tmp_path / "base"
+    build_base("llama", num_hidden_layers=2, num_key_value_heads=4).save_pretrained(folder)
+    register_checkpoint_conversion_mapping("LlamaForCausalLM", list(CONVERSIONS.values()), overwrite=True)
     tensors = read_tensors(folder)
     for i in range(2):
         layer = f"model.layers.{i}"
@@ -160,37 +169,34 @@ def fuse(folder: Path, monkeypatch) -> None:
     save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
     )
+    yield folder
+    register_checkpoint_conversion_mapping("LlamaForCausalLM", [], overwrite=True)
 
 
-@pytest.mark.parametrize("modules", (["q_proj"], ["v_proj"], ["o_proj"], ["up_proj", "k_proj"]), ids="-".join)
-@pytest.mark.parametrize("dtype", (None, BF16), ids=("own-dtype", "bf16"))
-def test_fused_and_transposed_tensors_come_out_as_they_were_stored(tmp_path, monkeypatch, modules, dtype):
+@pytest.mark.parametrize(
+    "modules, dtype", ((["q_proj"], BF16), (["v_proj"], None), (["o_proj"], BF16), (["up_proj", "k_proj"], None))
+)
+def test_fused_and_transposed_tensors_come_out_as_they_were_stored(tmp_path, fused, modules, dtype):
     """Half of a fused tensor lost, an untouched one lost or not cast, a transposed one written as the model has it."""
-    base = tmp_path / "base"
-    build_base("llama", num_hidden_layers=2, num_key_value_heads=4).save_pretrained(base)
-    fuse(base, monkeypatch)
-    adapter = save_adapter(tmp_path / "adapter", base, target_modules=modules)
-    merge_checkpoint(adapter, tmp_path / "out", base, dtype=dtype)
-    original, made = read_tensors(base), read_tensors(tmp_path / "out")
+    adapter = save_adapter(tmp_path / "adapter", fused, target_modules=modules)
+    merge_checkpoint(adapter, tmp_path / "out", fused, dtype=dtype)
+    original, made = read_tensors(fused), read_tensors(tmp_path / "out")
     assert {key: tensor.shape for key, tensor in made.items()} == {key: t.shape for key, t in original.items()}
     assert {tensor.dtype for tensor in made.values()} == {dtype or FP32}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert find_differences(loaded, merge_with_peft(base, adapter, dtype or FP32)) == []
+    assert find_differences(loaded, merge_with_peft(fused, adapter, dtype or FP32)) == []
 
 
-def test_a_conversion_that_cannot_be_undone_is_refused_where_the_adapter_meets_it(tmp_path, monkeypatch):
+def test_a_conversion_that_cannot_be_undone_is_refused_where_the_adapter_meets_it(tmp_path, fused, monkeypatch):
     """A tensor written under a key, or in an order, that the original does not have."""
-    base = tmp_path / "base"
-    build_base("llama", num_hidden_layers=2, num_key_value_heads=4).save_pretrained(base)
-    fuse(base, monkeypatch)
-    adapters = [save_adapter(tmp_path / name, base, target_modules=[name]) for name in ("q_proj", "o_proj", "up_proj")]
+    adapters = [save_adapter(tmp_path / name, fused, target_modules=[name]) for name in ("q_proj", "o_proj", "up_proj")]
     monkeypatch.setattr(Transpose, "reverse_op", property(lambda self: Transpose(0, 0)))
     monkeypatch.setattr(Concatenate, "reverse_op", property(lambda self: Concatenate(1)))
-    merge_checkpoint(adapters[0], tmp_path / "out", base)
-    assert torch.equal(*(read_tensors(f)["model.layers.0.self_attn.o_t.weight"] for f in (base, tmp_path / "out")))
+    merge_checkpoint(adapters[0], tmp_path / "out", fused)
+    assert torch.equal(*(read_tensors(f)["model.layers.0.self_attn.o_t.weight"] for f in (fused, tmp_path / "out")))
     for adapter in adapters[1:]:
-        with pytest.raises(ConfigError, match=f"{adapter.name}.* cannot take apart again"):
-            merge_checkpoint(adapter, tmp_path / "none", base)
+        with pytest.raises(ConfigError, match=adapter.name):
+            merge_checkpoint(adapter, tmp_path / "none", fused)
 
 
 def test_an_embedding_that_the_adapter_carries_counts_for_its_tied_head_too(tmp_path):
@@ -216,10 +222,10 @@ def merge_untied(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     "options",
     (
         {"target_modules": ["embed_tokens"]},
-        {"target_modules": ["lm_head", "q_proj"]},
-        {"target_modules": ["embed_tokens", "lm_head"]},
+        slow({"target_modules": ["lm_head", "q_proj"]}),
+        slow({"target_modules": ["embed_tokens", "lm_head"]}),
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        slow({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     ),
     ids=("embedding", "head", "both", "saved-head", "saved-embedding"),
 )
@@ -241,9 +247,11 @@ def test_an_adapter_on_one_of_two_tied_weights_unties_them(tmp_path, caplog, opt
 @pytest.mark.parametrize(
     "options",
     (
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        slow(
+            {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+        ),
         {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "ensure_weight_tying": True},
-        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
+        slow({"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}),
         {"target_modules": ["q_proj"]},
     ),
     ids=("saved", "LoRA", "tokens", "untouched"),
@@ -276,7 +284,7 @@ def test_rounding_does_not_untie_what_is_meant_to_be_tied(tmp_path, monkeypatch,
     assert merge_checkpoint(adapter, tmp_path / "out", base).is_untied is is_untied
 
 
-@pytest.mark.parametrize("num_labels", (1, 2))
+@pytest.mark.parametrize("num_labels", (1, slow(2)))
 def test_a_sequence_classifier_merges_with_its_new_head(tmp_path, num_labels):
     """The head is in the adapter alone, and the base's LM head has no place in the model."""
     base = save_base(tmp_path / "base", "llama")
@@ -304,7 +312,7 @@ def test_tokenizer_and_configs_come_along(tmp_path):
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
     merge_checkpoint(adapter, tmp_path / "plain", base)
     assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template == "base"
-    make_tokenizer("adapter").save_pretrained(adapter)
+    make_tokenizer(template="adapter").save_pretrained(adapter)
     merge_checkpoint(adapter, tmp_path / "out", base, dtype=BF16)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "adapter"
     made = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -345,7 +353,7 @@ def fail_on(rank_to_fail: int, rank: int, error: BaseException) -> None:
 
 
 def check_failure(rank: int, adapter: str, out: str, base: str) -> str:
-    fail_on(1, rank, OSError(28, "No space left on device"))
+    fail_on(1, rank, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(CheckpointError) as caught:
         merge_checkpoint(Path(adapter), Path(out), Path(base))
     return str(caught.value)
@@ -357,7 +365,7 @@ def test_a_rank_that_fails_ends_all_and_leaves_nothing(tmp_path):
     adapter = save_adapter(tmp_path / "adapter", base)
     before = {file: file.read_bytes() for file in adapter.iterdir()}
     messages = run_ranks(check_failure, 2, str(adapter), str(tmp_path / "out"), str(base))
-    assert all("No space left" in message and "\n" not in message for message in messages)
+    assert all(os.strerror(errno.ENOSPC) in message and "\n" not in message for message in messages)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
     assert before == {file: file.read_bytes() for file in adapter.iterdir()}
 
@@ -418,7 +426,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, capfd):
     process, _ = start(tmp_path, "limit")
     process.join(timeout=60)
     errors = capfd.readouterr().err
-    assert process.exitcode == 1 and "CheckpointError" in errors and "could not be written" in errors
+    assert process.exitcode == 1 and "CheckpointError" in errors
     assert names_in(tmp_path) == ["adapter", "base"]
 
 
@@ -476,7 +484,7 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path, monkeypatch)
     (tmp_path / "out" / "precious").write_text("x")
     (tmp_path / "file").write_text("x")
     for name in ("out", "file", "adapter"):
-        with pytest.raises(ConfigError, match="not an empty folder"):
+        with pytest.raises(ConfigError, match="empty folder"):
             merge_checkpoint(tmp_path / "adapter", tmp_path / name, tmp_path / "base")
     assert (tmp_path / "out" / "precious").read_text() == "x"
 
@@ -487,12 +495,12 @@ def fill_a_disk_on_one_rank(rank: int) -> str:
 
     with pytest.raises(OSError) as caught:
         together(fail, on_rank=1)
-    return str(caught.value)
+    return caught.value.strerror
 
 
 def test_all_ranks_tell_of_one_ranks_full_disk():
     """`rank 1 failed: [Errno 28]` from the rank that is heard first, in place of what is missing and where."""
-    assert run_ranks(fill_a_disk_on_one_rank, 2) == ["[Errno 28] No space left on device"] * 2
+    assert run_ranks(fill_a_disk_on_one_rank, 2) == [os.strerror(errno.ENOSPC)] * 2
 
 
 def test_an_empty_target_is_taken_and_no_room_is_refused(tmp_path, monkeypatch):
@@ -502,7 +510,7 @@ def test_an_empty_target_is_taken_and_no_room_is_refused(tmp_path, monkeypatch):
     merge_checkpoint(tmp_path / "adapter", tmp_path / "out", tmp_path / "base")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and type("U", (), {"free": 1000}))
-    with pytest.raises(CheckpointError, match="will take .* are free"):
+    with pytest.raises(CheckpointError, match="free"):
         merge_checkpoint(tmp_path / "adapter", tmp_path / "other", tmp_path / "base")
     assert names_in(tmp_path) == ["adapter", "base", "out"]
 
@@ -525,20 +533,14 @@ def test_what_peft_cannot_merge_is_refused_before_anything_is_written(tmp_path):
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
-MEASURE = """
-import sys
-from pathlib import Path
-from lorashard.merging.merge import merge_checkpoint
-def read(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-small, large = (Path(folder) for folder in sys.argv[1:])
-merge_checkpoint(small / "adapter", small / "out", small / "base")  # imports, caches
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-before = read("VmRSS")
-merge_checkpoint(large / "adapter", large / "out", large / "base", max_shard_size="64MB")
-print(read("VmHWM") - before)
-"""
+def measure_merge(rank: int, small: Path, large: Path) -> int:
+    """Return the bytes that merging the large one takes at its peak."""
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
+    merge_checkpoint(small / "adapter", small / "out", small / "base")  # caches
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = read_status_bytes("VmRSS")
+    merge_checkpoint(large / "adapter", large / "out", large / "base", max_shard_size="32MB")
+    return read_status_bytes("VmHWM") - before
 
 
 def test_merging_holds_a_small_part_of_the_model(tmp_path):
@@ -546,22 +548,15 @@ def test_merging_holds_a_small_part_of_the_model(tmp_path):
     save_base(tmp_path / "small" / "base", "llama")
     save_adapter(tmp_path / "small" / "adapter", tmp_path / "small" / "base")
     large = tmp_path / "large"
-    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=2048, num_hidden_layers=10)
+    sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=2048, num_hidden_layers=18)
     model = build_base("llama", BF16, **sizes)
-    model.save_pretrained(large / "base", max_shard_size="64MB")
+    model.save_pretrained(large / "base", max_shard_size="32MB")
     model_bytes = sum(p.numel() * 2 for p in model.parameters())
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     get_peft_model(model, lora).save_pretrained(large / "adapter")
     unit_bytes = max(sum(p.numel() * 2 for p in layer.parameters()) for layer in model.base_model.layers)
     del model
-    result = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(large)],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed leaves the process at once
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    grown = int(result.stdout.split()[-1])
+    (grown,) = run_ranks(measure_merge, 1, tmp_path / "small", large)
     allowed = 2 * unit_bytes + 20 * 2**20
     assert grown < allowed < model_bytes / 3, f"{grown / 2**20:.0f} MiB of {model_bytes / 2**20:.0f}"
 
@@ -591,18 +586,30 @@ def check_live(rank: int, cases: list[tuple[str, str, str, str]], folder: str) -
     return problems
 
 
-def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path):
+LIVE = {
+    "LoRA": (("load", "shard"), ("shard", "host"), ("load", "file")),
+    "mixtral experts": (("shard", "shard"),),
+    "embedding, tied": (("load", "shard"),),
+}
+MORE_LIVE = {
+    "LoRA": (("shard", "shard"), ("shard", "replicate"), ("load", "replicate")),
+    "LoRA, tied": (("shard", "shard"), ("load", "shard")),
+    "DoRA": (("shard", "shard"), ("load", "shard")),
+    "modules_to_save": (("shard", "shard"), ("load", "shard")),
+    "mixtral experts": (("load", "shard"),),
+    "embedding, tied": (("shard", "shard"),),
+}
+
+
+@pytest.mark.parametrize("chosen", (LIVE, slow(MORE_LIVE)), ids=("some", "more"))
+def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path, chosen):
     """Merging into a slot, a resident unit or a mapped page changes the model; ranks that read apart mix up units."""
     cases = []
-    chosen = [CASES[name] for name in ("LoRA", "LoRA, tied", "DoRA", "modules_to_save", "mixtral experts")]
-    chosen += [("llama-tied", {"target_modules": ["embed_tokens"]})]
-    for number, (family, options) in enumerate(chosen):
-        base = save_base(tmp_path / f"base-{number}", family)
-        adapter = save_adapter(tmp_path / f"adapter-{number}", base, **options)
-        cases += [(str(base), str(adapter), "shard", "shard"), (str(base), str(adapter), "load", "shard")]
-        if number == 0:
-            cases += [(str(base), str(adapter), "shard", placement) for placement in ("replicate", "host")]
-            cases += [(str(base), str(adapter), "load", placement) for placement in ("replicate", "file")]
+    for name, ways in chosen.items():
+        family, options = (CASES | {"embedding, tied": ("llama-tied", {"target_modules": ["embed_tokens"]})})[name]
+        base = save_base(tmp_path / name / "base", family)
+        adapter = save_adapter(tmp_path / name / "adapter", base, **options)
+        cases += [(str(base), str(adapter), *way) for way in ways]
     assert run_ranks(check_live, 2, cases, str(tmp_path)) == [[], []]
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
 from helpers.tiny import VOCAB_SIZE, build_base, fill_lora_b, find_differences, make_batch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError, ShardError
@@ -92,10 +93,13 @@ def save_and_read_back(rank: int, folder: Path, lora: dict, placements: list[str
     return facts
 
 
-@pytest.mark.parametrize("family, kind", [("llama", kind) for kind in LORAS] + [("llama-tied", "linear")])
+@pytest.mark.parametrize(
+    "family, kind",
+    [("llama", "linear"), ("llama-tied", "linear"), *(slow("llama", kind) for kind in LORAS if kind != "linear")],
+)
 def test_a_resized_vocabulary_is_saved_and_read_back(tmp_path, bases, family, kind):
     """An adapter that gives other logits when it is loaded, since its new tokens were left behind in the run."""
-    placements = ["shard", "host", "replicate"] if kind == "linear" else ["shard"]
+    placements = ["shard", "replicate"] if kind == "linear" else ["shard"]
     for facts in run_ranks(save_and_read_back, 2, bases[family], LORAS[kind], placements, tmp_path):
         assert all(facts.values()), facts
     if kind == "linear":
@@ -107,12 +111,12 @@ def test_a_resized_vocabulary_is_saved_and_read_back(tmp_path, bases, family, ki
 
 def resume(rank: int, folder: Path, out: Path) -> list[bool]:
     expected = logits(build(folder, **LORAS["linear"]))
-    options = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[])
+    options = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], max_steps=1)
     found = []
     for placement in ("shard", "replicate"):
         model = lorashard.shard(build(folder, seed=50, **LORAS["linear"]), placement=placement)
         other = logits(model)
-        Trainer(model, options)._load_from_checkpoint(str(out / "checkpoint"))
+        Trainer(model, options, train_dataset=[{}]).train(resume_from_checkpoint=str(out / "checkpoint"))
         found += [not torch.equal(other, expected), torch.equal(logits(model), expected)]
         model.save_pretrained(out / f"{placement}-{rank}")
         names = (f"{placement}-{rank}", "checkpoint")
@@ -124,6 +128,8 @@ def resume(rank: int, folder: Path, out: Path) -> list[bool]:
 def test_resuming_takes_the_embeddings_of_the_checkpoint(tmp_path, bases):
     """New rows are drawn: a run that goes on with others than it has learnt with goes on from elsewhere."""
     build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path / "checkpoint")
+    state = TrainerState(global_step=1, max_steps=1)  # no step is left
+    state.save_to_json(str(tmp_path / "checkpoint" / "trainer_state.json"))
     for found in run_ranks(resume, 2, bases["llama"], tmp_path):
         assert all(found), found
 
@@ -183,7 +189,7 @@ def save_on_request(rank: int, folder: Path, out: Path) -> list[str]:
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     missing = []
     lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "embed_tokens"])
-    for placement in ("shard", "host", "file", "replicate"):
+    for placement in ("shard", "file"):
         model = lorashard.load(str(folder), lora, placement, dtype=torch.float32)
         adapter = out / f"{placement}-{rank}"
         model.save_pretrained(adapter)
@@ -229,7 +235,7 @@ def ask_on_one_rank(rank: int, folder: Path, out: Path) -> str:
 def test_ranks_that_do_not_all_ask_are_told_so(tmp_path, bases):
     """A gather on one rank that pairs up with another's of other weights."""
     for message in run_ranks(ask_on_one_rank, 2, bases["llama"], tmp_path):
-        assert "a read of base weights" in message
+        assert "base weights" in message
 
 
 def test_a_resized_embedding_without_its_head_is_refused(tmp_path, bases):

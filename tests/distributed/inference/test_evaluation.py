@@ -8,9 +8,10 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
 from helpers.tiny import VOCAB_SIZE, add_lora, build_base
-from tokenizers import Tokenizer, models
+from helpers.words import make_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -29,10 +30,10 @@ KINDS = {
 
 # Each kind of adapter meets each placement or each size of batches; one all of both.
 PLACEMENTS: dict[str, dict[str, tuple[int, ...]]] = {
-    "lora": {"shard": (1, 2, 5, 50), "file": (2, 50)},
-    "dora": {"host": (1, 5), "replicate": (2,)},
-    "head": {"file": (5,), "shard": (2,)},
-    "modules_to_save": {"replicate": (50,), "host": (1,)},
+    "lora": {"shard": (1, 50), "file": (2,)},
+    "dora": {"host": (5,)},
+    "head": {"shard": (2,)},
+    "modules_to_save": {"replicate": (50,)},
 }
 
 
@@ -46,12 +47,12 @@ def _make_rows(lengths: list[int]) -> datasets.Dataset:
 
 def _save_adapter(folder: Path, dtype: torch.dtype = torch.float32, **options):
     """Save a base and an adapter on it, and return both as plain PEFT's model."""
-    build_base(dtype=dtype).save_pretrained(folder / "base")
+    build_base(dtype=dtype, num_hidden_layers=3).save_pretrained(folder / "base")
     model = add_lora(AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype), **options)
     with torch.no_grad():
         for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.3)
     model.save_pretrained(folder / "adapter")
     return model.eval()
 
@@ -68,9 +69,8 @@ def _measure_plainly(model, rows: datasets.Dataset) -> tuple[float, int]:
     return total / count, count
 
 
-def _make_tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE - 1)} | {"</s>": VOCAB_SIZE - 1}, "w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="</s>")
+def make_words() -> PreTrainedTokenizerFast:
+    return make_tokenizer([*(f"w{i}" for i in range(VOCAB_SIZE - 1)), "</s>"], pad_token="w0")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,13 +94,13 @@ def test_loss_is_the_mean_over_tokens_whatever_the_ranks_and_batches(tmp_path, k
             assert base.loss == pytest.approx(expected_base, rel=1e-6)
         return [(one.loss, one.perplexity, one.num_rows, one.num_tokens) for one in found]
 
-    for results in run_ranks(body, 3) + (run_ranks(body, 1) if kind == "lora" else []):
+    for results in run_ranks(body, 3):
         for loss, perplexity, num_rows, count in results:
             assert loss == pytest.approx(expected, rel=1e-6) and (num_rows, count) == (7, num_tokens)
             assert perplexity == math.exp(loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 def test_loss_is_what_the_trainer_reports_where_batches_are_even(tmp_path, dtype, monkeypatch):
     """Other masks, another shift, or another precision than in training would show as progress that there is not."""
     plain = _save_adapter(tmp_path, dtype=dtype)
@@ -114,7 +114,7 @@ def test_loss_is_what_the_trainer_reports_where_batches_are_even(tmp_path, dtype
         report_to="none",
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    trainer = SFTTrainer(plain, arguments, train_dataset=rows, eval_dataset=rows, processing_class=_make_tokenizer())
+    trainer = SFTTrainer(plain, arguments, train_dataset=rows, eval_dataset=rows, processing_class=make_words())
     expected = trainer.evaluate()["eval_loss"]
 
     def body(rank):
@@ -136,14 +136,14 @@ def test_exact_matches_do_not_depend_on_ranks_and_batches(tmp_path):
         questions.append(Question(prompt, answer_ids if i % 3 else [(answer_ids[0] + 1) % VOCAB_SIZE, *answer_ids[1:]]))
 
     def body(rank):
-        tokenizer = _make_tokenizer()
+        tokenizer = make_words()
         counts = []
-        for placement, batch_sizes in (("shard", (2, 50)), ("file", (1,))):
+        for placement, batch_sizes in (("shard", (2,)), ("file", (50,))):
             model = lorashard.load_adapter(tmp_path / "adapter", placement=placement, dtype=torch.float32)
             counts += [count_exact(model, tokenizer, questions, batch_size, 4) for batch_size in batch_sizes]
         return counts
 
-    assert [count for counts in run_ranks(body, 3) + run_ranks(body, 1) for count in counts] == [4] * 12
+    assert [count for counts in run_ranks(body, 3) for count in counts] == [4] * 6
 
 
 def test_a_batch_costs_the_gathers_of_one_pass(tmp_path):
@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_number_is_an_error(tmp_path):
     def body(rank):
         model = lorashard.load_adapter(tmp_path / "adapter", placement="file", dtype=torch.float32)
         next(p for n, p in model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
-        with pytest.raises(CheckpointError, match="expected a finite loss, found nan"):
+        with pytest.raises(CheckpointError, match="nan"):
             measure_loss(model, rows, PAD_ID, 2)
         return True
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from helpers.cases import slow
+from helpers.finetune import read_lines
 from helpers.forked_ranks import run_ranks
 from helpers.tiny import (
-    NUM_LAYERS,
     add_lora,
     build_base,
     build_model,
@@ -27,12 +28,14 @@ from transformers import AutoModelForCausalLM, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard import chat, chat_lines
+from lorashard import chat
+from lorashard.chat_lines import Ask
 from lorashard.errors import ConfigError, DataError
 from lorashard.generation import Generator, SampleCallback, generate_file
 from lorashard.use_options import ChatOptions, GenerateOptions
 
-NEW_TOKENS = 10
+LAYERS = 4
+NEW_TOKENS = 6  # an even number: then the slots are left as they were found
 MEASURED = ("loss", "grad_norm", "eval_loss")
 # Ragged, and as many as leave the second of two ranks without a row in the last batch.
 PROMPTS = ["w5 w6 w7", "w9", "w11 w12 w13 w14 w15 w16 w17", "w20 w21", "w3 w4 w5 w6 w30"]
@@ -46,8 +49,6 @@ PLACEMENTS = {
     "mixed": {"placement": "shard", "resident_layers": 2, "prefetch": 0},
     "host": {"placement": "host", "resident_layers": 0},
 }
-# One rank has no other to keep in step with.
-WORLDS = {1: ("auto", "host"), 2: ("shard", "mixed", "host", "file", "resident")}
 Answers = dict[str, dict[str, list[int]]]
 
 
@@ -66,7 +67,7 @@ def answer_plainly(model: PeftModel, prompt: str, **arguments) -> list[int]:
 def task(tmp_path_factory) -> Path:
     """A folder with a base, an adapter, prompts, and what plain PEFT answers, in part ended by a stop token."""
     folder = tmp_path_factory.mktemp("task")
-    base = build_base(initializer_range=0.3, pad_token_id=0, eos_token_id=2)
+    base = build_base(num_hidden_layers=LAYERS, initializer_range=0.3, pad_token_id=0, eos_token_id=2)
     base.save_pretrained(folder / "base")
     model = add_lora(AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)).eval()
     model.save_pretrained(folder / "adapter")
@@ -97,26 +98,24 @@ def make_options(task: Path, out: Path, **options) -> GenerateOptions:
     return GenerateOptions(**values | {"dtype": "float32", "max_new_tokens": NEW_TOKENS} | options)
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_answers_are_plain_pefts_token_for_token(task, tmp_path, world_size):
+# One rank has no other to keep in step with.
+@pytest.mark.parametrize(
+    "world_size, names",
+    [(2, ("shard", "file")), slow(2, ("mixed", "host", "resident")), slow(1, ("auto", "host"))],
+    ids=["two ranks", "more on two ranks", "one rank"],
+)
+def test_answers_are_plain_pefts_token_for_token(task, tmp_path, world_size, names):
     """Catches wrong padding, positions or cache, a rank that stops before the others, rows that lose their order."""
     expected = json.loads((task / "expected.json").read_text())
 
     def body(rank):
-        for name in WORLDS[world_size]:
-            placement = PLACEMENTS[name]
+        for name in names:
+            batch_size = {"auto": "auto", "shard": "auto", "mixed": 1}.get(name, 2)
             out = tmp_path / f"{name}.jsonl"
-            batch_size = "auto" if name in ("auto", "shard") else 2
-            generate_file(make_options(task, out, batch_size=batch_size, **placement))
-        if world_size > 1:
-            generate_file(make_options(task, tmp_path / "one-by-one.jsonl", batch_size=1, **PLACEMENTS["shard"]))
+            generate_file(make_options(task, out, batch_size=batch_size, **PLACEMENTS[name]))
 
     run_ranks(body, world_size)
-    for name in (*WORLDS[world_size], *(["one-by-one"] if world_size > 1 else [])):
+    for name in names:
         rows = read_lines(tmp_path / f"{name}.jsonl")
         assert [row["prompt"] for row in rows] == PROMPTS and [row["id"] for row in rows] == list(range(5))
         assert {row["prompt"]: row["completion"] for row in rows} == expected["completion"], name
@@ -124,15 +123,14 @@ def test_answers_are_plain_pefts_token_for_token(task, tmp_path, world_size):
     assert not list(tmp_path.glob(".*")), "a partial file is left"
 
 
-@pytest.mark.parametrize("placement", ["shard"])
-def test_base_and_adapter_side_by_side(task, tmp_path, placement):
+@pytest.mark.slow
+def test_base_and_adapter_side_by_side(task, tmp_path):
     """Catches an adapter that stays on, or off, after the other has answered."""
     expected = json.loads((task / "expected.json").read_text())
 
     def body(rank):
-        where = PLACEMENTS[placement]
-        generate_file(make_options(task, tmp_path / "both", compare=True, **where))
-        generate_file(make_options(task, tmp_path / "base", base_only=True, **where))
+        generate_file(make_options(task, tmp_path / "both", compare=True, **PLACEMENTS["shard"]))
+        generate_file(make_options(task, tmp_path / "base", base_only=True, **PLACEMENTS["file"]))
 
     run_ranks(body, 2)
     for column in ("completion", "base_completion"):
@@ -162,7 +160,7 @@ def test_sampling_follows_its_seed_and_ranks_may_diverge(task, tmp_path):
 
     def body(rank):
         for out, seed in (("first", 1), ("again", 1), ("other", 2)):
-            options = {"do_sample": True, "temperature": 2.0, "batch_size": 1, "seed": seed}
+            options = {"do_sample": True, "temperature": 2.0, "batch_size": 3, "seed": seed}
             generate_file(make_options(task, tmp_path / out, **options, **PLACEMENTS["shard"]))
 
     run_ranks(body, 2)
@@ -170,14 +168,13 @@ def test_sampling_follows_its_seed_and_ranks_may_diverge(task, tmp_path):
     assert first == again and first != other
 
 
-@pytest.mark.parametrize("resident_layers", [0, 2])
-def test_a_token_costs_at_most_one_gather_a_unit_whatever_the_batch(task, resident_layers):
+@pytest.mark.parametrize("resident_layers, prefetch", [(0, 1), slow(1, 0)])
+def test_a_token_costs_at_most_one_gather_a_unit_whatever_the_batch(task, resident_layers, prefetch):
     """Catches a gather for each row, or a prompt that is read again for each token."""
 
     def body(rank):
-        model = lorashard.load_adapter(
-            task / "adapter", placement="shard", dtype=torch.float32, resident_layers=resident_layers
-        )
+        options = {"placement": "shard", "resident_layers": resident_layers, "prefetch": prefetch}
+        model = lorashard.load_adapter(task / "adapter", dtype=torch.float32, **options)
         model.generation_config.eos_token_id = None
         widths = []
         model.get_input_embeddings().register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
@@ -190,7 +187,7 @@ def test_a_token_costs_at_most_one_gather_a_unit_whatever_the_batch(task, reside
         assert widths == [3, *[1] * (NEW_TOKENS - 1)] * 3
         return counts
 
-    num_units = NUM_LAYERS - resident_layers + 2  # with the embedding, and the norm with the head
+    num_units = LAYERS - resident_layers + 2  # with the embedding, and the norm with the head
     for first, one_row, eight_rows in run_ranks(body, 2):
         assert one_row == eight_rows  # the first finds nothing in the slots
         assert 2 * NEW_TOKENS < one_row <= first <= NEW_TOKENS * num_units
@@ -202,7 +199,7 @@ def test_mistakes_are_found_before_any_rank_waits(task, tmp_path):
     bad.write_text('{"prompt": "w5"}\n{"question": "w6"}\n')
     cases = [
         ({"prompts": str(bad)}, DataError, "bad.jsonl line 2"),
-        ({"out": str(task / "prompts.jsonl")}, ConfigError, "is the file of the prompts"),
+        ({"out": str(task / "prompts.jsonl")}, ConfigError, "prompts.jsonl"),
         ({"out": str(tmp_path / "nowhere" / "out")}, ConfigError, "nowhere"),
         ({"out": str(tmp_path)}, ConfigError, "is a folder"),
         ({"as_chat": True}, DataError, "no chat template"),
@@ -213,7 +210,7 @@ def test_mistakes_are_found_before_any_rank_waits(task, tmp_path):
             generate_file(make_options(task, **{"out": tmp_path / "out"} | options))
     with pytest.raises(ConfigError, match="batch_size"):
         make_options(task, tmp_path / "out", batch_size=0)
-    with pytest.raises(ConfigError, match="base_only and compare"):
+    with pytest.raises(ConfigError, match="base_only"):
         make_options(task, tmp_path / "out", base_only=True, compare=True)
     assert not (tmp_path / "out").exists()
 
@@ -229,38 +226,57 @@ def test_a_batch_that_does_not_fit_is_explained(task, tmp_path, monkeypatch):
         generate_file(make_options(task, tmp_path / "out"))
 
 
-class _Script(chat_lines._Terminal):
-    """A person who types these lines, thinking for longer than ranks wait before each."""
+class Script:
+    """Asks these lines, thinking for longer than ranks wait before each; `/reset` is none."""
 
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = [given for line in lines for given in ("", f"{line}\n")]
-        self.said = ""
+    def __init__(self, options: ChatOptions, lines: Sequence[str]) -> None:
+        self._asks = []
+        for line in lines:
+            ask = Ask("reset", options) if line == "/reset" else Ask("answer", options, ("adapter",), line)
+            self._asks += [Ask("nothing", options), ask]
+        self.answers: list[str] = []
+        self.refused: list[str] = []
 
-    def read_line(self, patience_s: float) -> str | None:
-        return self.lines.pop(0) if self.lines else None
+    def read(self, patience_s: float) -> Ask | None:
+        return self._asks.pop(0) if self._asks else None
 
-    def write(self, text: str) -> None:
-        self.said += text
+    def begin(self, source: str) -> None:
+        self.answers.append("")
+
+    def add(self, source: str, text: str) -> None:
+        self.answers[-1] += text
+
+    def refuse(self, reason: str) -> None:
+        self.refused.append(reason)
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def ignore(self, *told: object) -> None:
+        pass
+
+    greet = end = tell_reset = ignore
 
 
-@pytest.mark.parametrize("do_sample", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("do_sample", [slow(False), True])
 def test_all_ranks_hold_one_conversation(task, tmp_path, monkeypatch, do_sample):
     """Catches ranks that sample apart, wait for a line until their collective gives up, or forget the system."""
     shutil.copytree(task / "adapter", tmp_path / "adapter")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{{ {'system': 'w90', 'user': 'w91', 'assistant': 'w92'}[m.role] }} {{ m.content }} "
         "{% endfor %}{% if add_generation_prompt %}w92{% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path / "adapter")
+    make_tokenizer(template=template).save_pretrained(tmp_path / "adapter")
 
     def body(rank, where, system):
-        script = _Script(["w5 w6", "w7", "w8 " * 200, "/reset", "w7"])
-        monkeypatch.setattr(chat, "open_listener", lambda options: nullcontext(chat_lines._Person(script, options)))
         values = {"adapter": str(tmp_path / "adapter"), "dtype": "float32", "max_new_tokens": NEW_TOKENS}
         sampling = {"do_sample": do_sample, "temperature": 2.0, "top_p": 1.0}
-        chat.chat(ChatOptions(**values, **sampling, system=system, **PLACEMENTS[where]))
-        return script.said.splitlines()
+        options = ChatOptions(**values, **sampling, system=system, **PLACEMENTS[where])
+        script = Script(options, ["w5 w6", "w7", "w8 " * 200, "/reset", "w7"])
+        monkeypatch.setattr(chat, "open_listener", lambda options: nullcontext(script))
+        chat.chat(options)
+        assert len(script.refused) == (rank == 0)
+        return script.answers
 
     (alone,) = run_ranks(body, 1, "file", "w44 w45")
     assert len(alone) == 3 and alone[1] != alone[2]
@@ -279,7 +295,7 @@ def _train(task: Path, folder: Path, placement: str, has_samples: bool) -> list[
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
-        max_steps=3,
+        max_steps=2,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,
@@ -310,7 +326,7 @@ def _train(task: Path, folder: Path, placement: str, has_samples: bool) -> list[
     return [value for line in trainer.state.log_history for name, value in line.items() if name in MEASURED]
 
 
-@pytest.mark.parametrize("placement", ["shard", pytest.param("file", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("placement", ["shard", slow("file")])
 def test_samples_leave_the_run_as_it_would_have_been(task, tmp_path, placement):
     """Catches dropout's random numbers used up, a mode or a cache left on, a gather too many on one rank."""
 
@@ -319,9 +335,9 @@ def test_samples_leave_the_run_as_it_would_have_been(task, tmp_path, placement):
 
     results = run_ranks(body, 2)
     assert results[0] == results[1] and results[0][0] == results[0][1]
-    assert len(set(results[0][0])) == 9
+    assert len(set(results[0][0])) == 6
     lines = read_lines(tmp_path / "with" / "samples.jsonl")
-    assert [(line["step"], line["prompt"]) for line in lines] == [(s, p) for s in (1, 2, 3) for p in PROMPTS[:3]]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(s, p) for s in (1, 2) for p in PROMPTS[:3]]
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(task / "base", dtype=torch.float32), tmp_path / "with" / "adapter"
     ).eval()
@@ -331,7 +347,7 @@ def test_samples_leave_the_run_as_it_would_have_been(task, tmp_path, placement):
         assert line["completion"] == show(found, stops)
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", pytest.param("reentrant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpointing", map(slow, ["off", "non-reentrant", "reentrant"]))
 def test_samples_between_two_microbatches_change_no_gradient(tmp_path, checkpointing):
     """Catches modes or random numbers changed, activation checkpointing lost, a slot left taken, dropout in answers."""
 

@@ -14,7 +14,9 @@ from helpers.tiny import add_lora, build_base, build_model, find_differences, ma
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
@@ -51,7 +53,7 @@ def compare_compiled(rank: int, cases: list[dict], lengths: Sequence[int]) -> di
     found = {}
     for case in cases:
         plain, options = split(case)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         counters.clear()
         if "layer_microbatch_size" in options:  # it changes the order of sums
             expected = train(lorashard.shard(build_model(**plain), **options), lengths)
@@ -128,7 +130,7 @@ def compare_inductor(rank: int) -> list[tuple[list[str], float]]:
     """Return what differs from the same layers compiled unsharded, and how far the loss is from the uncompiled one."""
     found = []
     for case in (dict(checkpointing="non-reentrant", target_modules=["q_proj", "down_proj"]),):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         plain = train(build_model(**case), (12,))
         model = build_model(**case)
         compile_layers(model.get_base_model().model.layers, read_compile_options(True, CPU))
@@ -168,7 +170,7 @@ def count_graphs(rank: int) -> tuple[int, bool]:
     layer = Adapted()
     compile_layers([layer], {"backend": remember})
     DistributedDataParallel(layer, bucket_cap_mb=1)(torch.ones(2, 640))
-    return len(graphs), bool(torch._dynamo.config.optimize_ddp)
+    return len(graphs), bool(dynamo.optimize_ddp)
 
 
 def test_ddp_does_not_cut_the_graph_of_a_layer():
@@ -179,11 +181,11 @@ def test_ddp_does_not_cut_the_graph_of_a_layer():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "reduce-overhead"}, "asks for CUDA graphs"),
-        ({"options": {"triton.cudagraphs": True}}, "asks for CUDA graphs"),
-        ({"backend": "nope"}, "Invalid backend: 'nope'"),
-        ({"mode": "fastest"}, "should be one of: default"),
-        ({"speed": 1}, "unexpected keyword argument 'speed'"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, "CUDA graphs"),
+        ({"backend": "nope"}, "nope"),
+        ({"mode": "fastest"}, "fastest"),
+        ({"speed": 1}, "speed"),
     ],
 )
 def test_what_torch_refuses_is_said_before_anything_is_loaded(options, message):
@@ -194,14 +196,9 @@ def test_what_torch_refuses_is_said_before_anything_is_loaded(options, message):
 
 def test_inductor_without_a_compiler_is_refused(monkeypatch):
     """Catches a page of generated code as the answer to a missing g++."""
-    import torch._inductor.config as config
-
-    from lorashard.model import compiling
-
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr("torch._inductor.cpp_builder._is_gcc", lambda name: False, raising=False)
-    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"):
-        compiling._check_cpp_compiler()
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match="g\\+\\+"):
+        read_compile_options(True, CPU)
     assert read_compile_options({"backend": "aot_eager"}, CPU) == {"backend": "aot_eager"}
 
 
@@ -209,5 +206,5 @@ def test_a_replaced_forward_is_refused():
     """Catches layers that look compiled and are not, because their instances run another forward."""
     layers = add_lora(build_base()).get_base_model().model.layers
     layers[1].forward = copy.copy(layers[1].forward)
-    with pytest.raises(ConfigError, match="found one that is replaced"):
+    with pytest.raises(ConfigError, match="replaced"):
         compile_layers(layers, EXACT)

@@ -121,26 +121,26 @@ def test_what_cannot_be_quantised_or_initialised_is_refused(tmp_path):
     bits = loftq()
     bits.loftq_config = {"loftq_bits": 8}
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: lorashard.load(path, loftq()), "quantization: nf4 with it, found quantization: none"),
-        (lambda: lorashard.load(path, loftq(), quantization="int8"), "found quantization: int8"),
-        (lambda: lorashard.load(path, bits, quantization="nf4"), "expected loftq_bits=4, found 8"),
-        (lambda: lorashard.load(path, rounds, quantization="nf4"), "expected loftq_iter=1, found 5"),
+        (lambda: lorashard.load(path, loftq()), "quantization: none"),
+        (lambda: lorashard.load(path, loftq(), quantization="int8"), "quantization: int8"),
+        (lambda: lorashard.load(path, bits, quantization="nf4"), "loftq_bits=4"),
+        (lambda: lorashard.load(path, rounds, quantization="nf4"), "loftq_iter=1"),
         (lambda: lorashard.load(path, loftq(use_dora=True), quantization="nf4"), "use_dora: LoftQ"),
-        (lambda: lorashard.load(path, loftq(r=200), quantization="nf4"), "a rank of at most 64"),
+        (lambda: lorashard.load(path, loftq(r=200), quantization="nf4"), "at most 64"),
         (
             lambda: lorashard.load(path, loftq(target_modules=["lm_head"]), quantization="nf4"),
-            "no quantised weight with a LoRA",
+            "no quantised weight",
         ),
         (lambda: lorashard.load(path, lora(init_lora_weights="corda"), quantization="nf4"), "to lorashard.shard"),
-        (lambda: lorashard.shard(quantised_elsewhere(), quantization="nf4"), "found a Params4bit in"),
-        (lambda: lorashard.shard(quantised_elsewhere()), "give the checkpoint to lorashard.load"),
+        (lambda: lorashard.shard(quantised_elsewhere(), quantization="nf4"), "Params4bit"),
+        (lambda: lorashard.shard(quantised_elsewhere()), "lorashard.load"),
         (lambda: lorashard.load(path, lora(), quantization="nf4", torch_compile=True), "torch_compile: the weights"),
-        (lambda: lorashard.shard(put_in_memory({}), quantization="int8", torch_compile=True), "of a base in int8"),
+        (lambda: lorashard.shard(put_in_memory({}), quantization="int8", torch_compile=True), "int8"),
         (
             lambda: lorashard.shard(put_in_memory({"layer_replication": [[0, 3], [1, 4]]}), quantization="nf4"),
-            "give the checkpoint to lorashard.load",
+            "lorashard.load",
         ),
-        (lambda: lorashard.shard(put_in_memory({}), quantization="nf5"), "expected nf4, int8, fp8 or none"),
+        (lambda: lorashard.shard(put_in_memory({}), quantization="nf5"), "nf4, int8, fp8"),
     ]
     for action, words in refused:
         with pytest.raises(ConfigError) as caught:

@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
 from helpers.tiny import add_lora, build_base, find_differences
 from helpers.words import make_tokenizer
@@ -16,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 import lorashard
 
-STEPS = 3
+STEPS = 2
 
 
 def make_rows(kind: str) -> datasets.Dataset:
@@ -56,7 +57,7 @@ def train(kind: str, model: PeftModel, folder: Path, has_second: bool) -> tuple[
     return logged, adapters
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dpo", slow("kto")])
 def test_a_reference_is_a_second_adapter_or_the_base_alone(kind, tmp_path):
     """Catches a "ref" that lands on another device, trains, or is not used, and adapters that stay on, or off."""
 
@@ -65,7 +66,7 @@ def test_a_reference_is_a_second_adapter_or_the_base_alone(kind, tmp_path):
         for has_second in (True, False):
             results = []
             for is_sharded in (False, True):
-                model = add_lora(build_base())
+                model = add_lora(build_base(num_hidden_layers=2))
                 if is_sharded:
                     model = lorashard.shard(model, "shard", resident_layers=0)
                 results.append(train(kind, model, tmp_path, has_second))

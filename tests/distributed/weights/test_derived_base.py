@@ -10,15 +10,17 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
 from helpers.stored import FP8, rewrite, to_fp8
 from helpers.tiny import build_base, find_differences, make_batch, take_gradients
-from huggingface_hub import constants
+from helpers.waiting import wait_until
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -46,9 +48,8 @@ def lora(**options: Any) -> LoraConfig:
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch) -> Path:
-    """A saved base, with a cache of its own for what is derived from it."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+def base(tmp_path) -> Path:
+    """A saved base."""
     build_base("llama-tied", torch.bfloat16, **SIZES).save_pretrained(tmp_path / "base", max_shard_size="100KB")
     return tmp_path / "base"
 
@@ -94,6 +95,8 @@ def compare(rank: int, base: Path, expected: dict[str, Results], residuals: dict
         making.FileLock = lambda path: (time.sleep(0.3), original(path))[1]  # type: ignore[misc, assignment]
     for name, options in CASES.items():
         for quantization in (None, "nf4"):
+            if f"{name} {quantization}" not in expected:
+                continue
             torch.manual_seed(7 + rank)  # ranks that draw other numbers must end with rank 0's
             model = lorashard.load(str(base), lora(**options), "shard", dtype=torch.bfloat16, quantization=quantization)
             found = base_of(model)
@@ -106,7 +109,12 @@ def compare(rank: int, base: Path, expected: dict[str, Results], residuals: dict
     return {key: value for key, value in wrong.items() if value}
 
 
-def test_a_derived_base_and_training_on_it_equal_plain_peft(base):
+QUICK = ("pissa nf4", "olora None")
+MORE = tuple(f"{name} {kind}" for name in CASES for kind in (None, "nf4") if f"{name} {kind}" not in QUICK)
+
+
+@pytest.mark.parametrize("chosen", [QUICK, slow(MORE)], ids=["quick", "more"])
+def test_a_derived_base_and_training_on_it_equal_plain_peft(base, chosen):
     """A residual of another scale, or made of weights that are quantised already, begins as another model; random
     numbers that are drawn in another order, as a second decomposition would, give another adapter."""
     expected: dict[str, Results] = {}
@@ -118,8 +126,9 @@ def test_a_derived_base_and_training_on_it_equal_plain_peft(base):
         model = put_on_plain(base, options, torch.bfloat16)
         quantise(model)
         expected[f"{name} nf4"] = train(model)
+    expected = {name: expected[name] for name in chosen}
     assert run_ranks(compare, 2, base, expected, residuals) == [{}] * 2
-    assert len(list((find_cache_dir() / "derived").glob("*/config.json"))) == len(CASES)
+    assert len(list((find_cache_dir() / "derived").glob("*/config.json"))) == len({name.split()[0] for name in chosen})
 
 
 def train_and_save(base: Path, out: Path) -> dict[str, Any]:
@@ -164,7 +173,7 @@ def test_what_is_saved_belongs_to_its_base(base, tmp_path):
         lorashard.merge(tmp_path / quantization, tmp_path / f"{quantization} merged")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{quantization} merged", dtype=torch.float32)
         assert find_differences(merged.state_dict(), plain.merge_and_unload().state_dict()) == []
-        with pytest.raises(ConfigError, match="trained on another base"):
+        with pytest.raises(ConfigError, match="another base"):
             lorashard.merge(tmp_path / quantization, tmp_path / "wrong", str(base))
     config = json.loads((tmp_path / "none converted" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["r"] == 8
@@ -174,7 +183,7 @@ def test_what_is_saved_belongs_to_its_base(base, tmp_path):
         assert difference < 1e-4  # a weight less its part, and the part added again, is rounded twice
         assert (original(**make_batch()).logits - found["none"]).abs().max() > 0.02
     shutil.rmtree(find_cache_dir() / "derived")
-    with pytest.raises(ConfigError, match="starting the run again with its config makes it anew"):
+    with pytest.raises(ConfigError, match="config"):
         lorashard.load_adapter(tmp_path / "none")
 
 
@@ -189,10 +198,7 @@ def test_what_was_begun_and_killed_is_made_anew_and_what_is_there_is_taken(base,
     process = multiprocessing.get_context("fork").Process(target=stop_after_a_while)
     process.start()
     cache = find_cache_dir() / "derived"
-    deadline_s = time.monotonic() + 60
-    while not list(cache.glob("*.partial-*/initial_adapter/origin.json")):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: list(cache.glob("*.partial-*/initial_adapter/origin.json")))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -200,13 +206,14 @@ def test_what_was_begun_and_killed_is_made_anew_and_what_is_there_is_taken(base,
     model = lorashard.load(str(base), lora(**options), "shard")
     (made,) = [folder for folder in cache.iterdir() if folder.is_dir()]
     first = train(model)
-    monkeypatch.setattr(derived._Derivation, "_fill", lambda *args: pytest.fail("it was there"))
+    written = {file: file.stat().st_mtime_ns for file in made.rglob("*")}
     model = lorashard.load(str(base), lora(lora_dropout=0.5, **options), "shard")
     assert model.peft_config["default"].lora_dropout == 0.5
     found = base_of(model)
     assert found is not None and found.folder == made
     model = lorashard.load(str(base), lora(**options), "shard")
     assert find_differences(train(model), first) == []
+    assert {file: file.stat().st_mtime_ns for file in made.rglob("*")} == written
 
 
 def test_what_cannot_be_derived_is_refused_in_a_line(base, monkeypatch):
@@ -216,17 +223,17 @@ def test_what_cannot_be_derived_is_refused_in_a_line(base, monkeypatch):
         return lorashard.load(str(base), lora(**{"init_lora_weights": "pissa"} | options), "shard")
 
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: load(init_lora_weights="corda"), "rewrites the base"),
-        (lambda: load(target_modules=["q_proj", "embed_tokens"]), "PEFT puts a Embedding on model.embed_tokens"),
+        (lambda: load(init_lora_weights="corda"), "init_lora_weights"),
+        (lambda: load(target_modules=["q_proj", "embed_tokens"]), "model.embed_tokens"),
         (lambda: load(target_modules=["lm_head"]), "is one with"),
         (lambda: load(target_modules=[], target_parameters=["q_proj.weight"]), "target_parameters"),
         (lambda: load(layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
-        (lambda: load(r=65), "a rank of at most 64"),
-        (lambda: load(target_modules=["q_prj"]), "Target modules {'q_prj'} not found"),
+        (lambda: load(r=65), "at most 64"),
+        (lambda: load(target_modules=["q_prj"]), "q_prj"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(making.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-        with pytest.raises(CheckpointError, match="0.0 MiB are free: make room") as full:
+        patch.setattr(making.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(CheckpointError, match="MiB") as full:
             load()
         assert "\n" not in str(full.value)
     for action, words in refused:
@@ -237,7 +244,7 @@ def test_what_cannot_be_derived_is_refused_in_a_line(base, monkeypatch):
     build_base(**SIZES).save_pretrained(base)
     (base / "model.safetensors.index.json").unlink()
     rewrite(base, to_fp8, FP8)
-    with pytest.raises(ConfigError, match="are stored in .*: give the unquantised model"):
+    with pytest.raises(ConfigError, match="unquantised"):
         load()
 
 

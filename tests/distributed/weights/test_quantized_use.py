@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
 from helpers.merging import disturb
 from helpers.tiny import build_base, find_differences
@@ -46,25 +48,21 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def own_cache(task, monkeypatch):
-    """Converted weights of these tests are nobody else's."""
-    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(task / "home"))
-
-
 def load_reference(task: Path) -> PeftModel:
     base = AutoModelForCausalLM.from_pretrained(task / "dequantised", dtype=BF16)
     return PeftModel.from_pretrained(base, task / "adapter").eval()
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_size):
+@pytest.mark.parametrize(
+    "world_size, placements",
+    ((2, ("shard", "file")), slow(2, ("auto", "host")), slow(1, ("auto", "replicate", "file"))),
+)
+def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_size, placements):
     """The base as its files have it, where the adapter knows a quantised one; ranks that write halves of it."""
     ids = torch.tensor([[5, 6, 7], [1, 2, 3]])
-    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, pad_token_id=0)
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)
     reference = load_reference(task)
     expected = reference.generate(input_ids=ids, eos_token_id=None, **options)
-    placements = ("auto", "shard", "host") if world_size > 1 else ("auto", "replicate", "file")
 
     def body(rank):
         for placement in placements:
@@ -78,33 +76,41 @@ def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_s
     assert find_differences(merged, reference.merge_and_unload().state_dict()) == []
 
 
+def verify_here(result: Path, *words: object) -> Any:
+    """Return what was found on this rank, or what was wrong."""
+    os.environ[RESULT_FILE_VARIABLE] = str(result)
+    try:
+        verify(VerifyOptions.read([*map(str, words), "--json"]))
+    except VerificationError as error:
+        return str(error)
+    finally:
+        del os.environ[RESULT_FILE_VARIABLE]
+    return json.loads(result.read_text()) if result.exists() else {}
+
+
 def test_verifying_knows_the_quantised_base(task, tmp_path):
-    """Gradients or a merged model that are held against the base as its files have it."""
+    """A merged model that are held against the base as its files have it."""
     lorashard.merge(task / "adapter", tmp_path / "merged")
     lorashard.merge(task / "adapter", tmp_path / "original", quantization="none")
 
-    def verify_here(result, *words):
-        os.environ[RESULT_FILE_VARIABLE] = str(result)
-        try:
-            verify(VerifyOptions.read([*map(str, words), "--json"]))
-        except VerificationError as error:
-            return str(error)
-        return json.loads(result.read_text()) if result.exists() else {}
+    def verify_merged(name, *words):
+        words = ["--dtype", "float32", "--merged", tmp_path / name, *words]
+        return verify_here(tmp_path / "result", task / "adapter", *words)
+
+    merged, original = verify_merged("merged"), verify_merged("original")
+    as_advised = verify_merged("original", "--quantization", "none")
+    assert merged["checks"]["merged logits"]["difference_from_adapter"] < 0.01
+    assert "merged logits" in original and "--quantization none" in original
+    assert as_advised["checks"]["merged logits"]["difference_from_adapter"] < 0.01
+
+
+@pytest.mark.slow
+def test_gradients_are_verified_on_the_quantised_base(task, tmp_path):
+    """A reference on the base as its files have it differs in each gradient."""
 
     def body(rank):
-        result = tmp_path / f"result-{rank}"
-        cases = [("merged",), ("original",), ("original", "--quantization", "none")]
-        outcomes = [
-            verify_here(result, task / "adapter", "--dtype", "float32", "--merged", tmp_path / name, *words)
-            for name, *words in cases
-        ]
-        return [
-            *outcomes,
-            verify_here(result, "--model", task / "base", "--quantization", "nf4", "--dtype", "bfloat16"),
-        ]
+        words = ["--model", task / "base", "--quantization", "nf4", "--dtype", "bfloat16"]
+        return verify_here(tmp_path / f"result-{rank}", *words)
 
-    merged, original, as_advised, gradients = run_ranks(body, 2)[0]
-    assert merged["checks"]["merged logits"]["difference_from_adapter"] < 0.01
-    assert "merged logits" in original and "if it was merged with --quantization none, give the same" in original
-    assert as_advised["checks"]["merged logits"]["difference_from_adapter"] < 0.01
+    gradients = run_ranks(body, 2)[0]
     assert gradients["is_right"] and "nf4" in gradients["checks"]["model"]["verdict"]

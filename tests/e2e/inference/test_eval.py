@@ -13,9 +13,9 @@ import pytest
 import torch
 from helpers import warm
 from helpers.tiny import add_lora, build_base
+from helpers.words import make_tokenizer
 from peft import PeftModel
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from lorashard.data.options import DataOptions
 from lorashard.data.prepare import prepare
@@ -29,19 +29,10 @@ CHATML = (
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|> assistant ' }}{%- endif %}"
 )
 WORDS = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "user", "assistant", *(f"w{i}" for i in range(60))]
+SPECIAL = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 # Completions of different lengths; the last four are other ones than those that the adapter learns.
 LEARNT = [(f"w{i} w{i + 20}", " ".join(f"w{40 + (i + j) % 20}" for j in range(1 + i % 3))) for i in range(10)]
 ASKED = LEARNT[:7] + [(prompt, f"{completion} w0") for prompt, completion in LEARNT[6:]]
-
-
-def make_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", extra_special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
-    tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -53,7 +44,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 def task(tmp_path_factory) -> Path:
     """A folder with a base, its tokenizer, an adapter that has learnt answers by heart, and questions."""
     folder = tmp_path_factory.mktemp("task")
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(WORDS, **SPECIAL)
     tokenizer.save_pretrained(folder / "base")
     build_base(vocab_size=len(WORDS), num_hidden_layers=2, eos_token_id=1).save_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
@@ -87,7 +78,7 @@ def measure(task: Path, *words: object) -> dict:
 
 def measure_plainly(task: Path, is_base: bool) -> tuple[float, int, int]:
     """Return mean loss, tokens and exact answers from plain PEFT, a row at a time."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(WORDS, **SPECIAL)
     base = AutoModelForCausalLM.from_pretrained(task / "base", dtype=torch.float32)
     model = base if is_base else PeftModel.from_pretrained(base, task / "runs" / "answers").eval()
     total, num_tokens, num_exact = 0.0, 0, 0
@@ -155,7 +146,7 @@ def test_the_base_alone_and_other_questions_are_measured(task):
 
 def test_a_question_is_all_before_the_assistants_last_turn(tmp_path):
     """A prompt without the assistant's header, or an answer to a turn that is not the last."""
-    tokenizer = make_tokenizer(CHATML)
+    tokenizer = make_tokenizer(WORDS, CHATML, **SPECIAL)
 
     def turn(*contents: str) -> dict:
         roles = ("user", "assistant")
@@ -178,7 +169,7 @@ def test_a_question_is_all_before_the_assistants_last_turn(tmp_path):
 def test_questions_are_of_whole_rows_and_completions(tmp_path, monkeypatch):
     """A completion that is cut to max_length cannot be answered; without a mask there is no telling prompt from it."""
     monkeypatch.setattr("lorashard.data.prepare.datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(WORDS, **SPECIAL)
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "w1 w2 ", "completion": "w3 w4 w5 w6"}])
     for words in (["--max_length", "4"], ["--completion_only_loss", "false"]):
         options = EvalOptions.read(["adapter", "--dataset", str(path), *words])

@@ -16,8 +16,8 @@ import pytest
 from helpers import warm
 from helpers.ranks import find_ranks
 from helpers.tiny import build_base
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from helpers.waiting import wait_until
+from helpers.words import make_tokenizer
 
 CPU_BUDGET_S = 100  # a real start, and ranks that wait for minutes in all
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
@@ -94,10 +94,7 @@ else:
 def task(tmp_path_factory) -> Path:
     """A folder with a tiny model, its tokenizer, rows, and what makes ranks slow."""
     folder = tmp_path_factory.mktemp("task")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
-    tokenizer.save_pretrained(folder / "model")
+    make_tokenizer(WORDS).save_pretrained(folder / "model")
     build_base(vocab_size=len(WORDS), eos_token_id=1).save_pretrained(folder / "model")
     rows = [{"text": " ".join(WORDS[2 + (i * j) % 5] for j in range(3 + i % 3))} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -148,7 +145,7 @@ class Training:
 
     def wait_for(self, phase: str) -> list[psutil.Process]:
         """Return the processes of ranks 0 and 1, once one takes its time in `phase` and both know where both are."""
-        wait_until(lambda: self._is_in(phase) or self.process.poll() is not None)
+        wait_until(lambda: self._is_in(phase) or self.process.poll() is not None, deadline_s=DEADLINE_S)
         assert self.process.poll() is None, self.read_log()
         ranks = find_ranks(self.process.pid)
         return [ranks[0], ranks[1]]
@@ -184,13 +181,6 @@ class Training:
             process.kill()
         self.process.wait()
         self._log.close()
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -243,7 +233,7 @@ def test_torchruns_ranks_watch_one_another_too(start: Callable[..., Training]) -
     ranks = training.wait_for("train")
     ranks[1].suspend()
 
-    wait_until(lambda: not ranks[0].is_running() or ranks[0].status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not ranks[0].is_running() or ranks[0].status() == psutil.STATUS_ZOMBIE, deadline_s=DEADLINE_S)
     error = f"pid {ranks[1].pid}) has given no sign of life for {TIMEOUT_S} s: its process is stopped"
     assert training.read_log().count(error) == 1
     assert error in training.read_status()["error"]
@@ -278,7 +268,10 @@ def test_a_run_that_was_suspended_goes_on(start: Callable[..., Training]) -> Non
     time.sleep(TIMEOUT_S * 1.5)
     for process in reversed(everything):
         process.resume()
-    wait_until(lambda: training.process.poll() is not None or training.read_status()["step"] > status["step"] + 5)
+    wait_until(
+        lambda: training.process.poll() is not None or training.read_status()["step"] > status["step"] + 5,
+        deadline_s=DEADLINE_S,
+    )
     assert training.process.poll() is None, training.read_log()
     (training.marks / "hurry").touch()
 

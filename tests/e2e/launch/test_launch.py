@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.launches import Launch, keep_launches, wait_until
+from helpers.launches import Launch, keep_launches
+from helpers.waiting import wait_until
 
 from lorashard.group import run_ranks
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import warm
+from helpers.finetune import read_lines, read_losses
 from helpers.netns import NODES, TwoNodes, explain_missing, make_two_nodes
 from helpers.paths import ROOT
 from helpers.tiny import build_base
+from helpers.words import make_tokenizer
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +45,7 @@ def nodes() -> Iterator[TwoNodes]:
 def task(tmp_path_factory) -> Path:
     """A folder with rows, and a model whose base is hundreds of times as large as its adapter."""
     folder = tmp_path_factory.mktemp("task")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
-    tokenizer.save_pretrained(folder / "model")
+    make_tokenizer(WORDS).save_pretrained(folder / "model")
     base = build_base(vocab_size=len(WORDS), hidden_size=256, intermediate_size=512, eos_token_id=1)
     base.save_pretrained(folder / "model")
     rows = [{"text": " ".join(WORDS[2 + (i * j) % 5] for j in range(3 + i % 3))} for i in range(64)]
@@ -77,10 +74,6 @@ def make_options(task: Path, out: Path, **options: object) -> list[str]:
 def make_environment(task: Path) -> dict[str, str]:
     ours = {"HF_HOME": str(task / "hf"), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | ours
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def launch_by_torchrun(node: int, port: int, job: Path) -> list[str]:
@@ -121,7 +114,7 @@ class Trained:
 
 
 def read_trained(folder: Path, wire_bytes: int = 0) -> Trained:
-    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    losses = list(read_losses(folder).values())
     last = read_lines(folder / "ranks" / "rank_0.jsonl")[-1]
     adapter = load_file(folder / "adapter_model.safetensors")
     return Trained(losses, adapter, last["base_bytes"], last["gathered_bytes"], wire_bytes)

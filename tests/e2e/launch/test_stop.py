@@ -14,8 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import warm
+from helpers.cases import slow
 from helpers.finetune import LORASHARD, TORCHRUN, make_options
-from helpers.launches import DEADLINE_S, Launch, keep_launches, slow, wait_for_steps, wait_until
+from helpers.launches import DEADLINE_S, Launch, keep_launches, wait_for_steps
+from helpers.waiting import wait_until
 
 from lorashard.group import Signals, run_ranks
 from lorashard.manifest import list_checkpoints, verify

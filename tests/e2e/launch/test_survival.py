@@ -8,14 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.finetune import read_lines
+from helpers.finetune import read_lines, read_losses
 from helpers.survival import (
     AfterSteps,
     finish,
     hash_files,
     is_same_adapter,
     read_evaluations,
-    read_losses,
     read_phase,
     read_rows,
     refuse,

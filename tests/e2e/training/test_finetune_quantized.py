@@ -15,6 +15,7 @@ import trl
 from datasets import load_dataset
 from helpers import warm
 from helpers.bases import DEMO_BASE, write_small_base
+from helpers.finetune import read_losses
 from helpers.forked_ranks import run_ranks
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -118,11 +119,6 @@ def train_plainly(rank: int, task: Path, base: Path, name: str) -> list[dict]:
     return trainer.state.log_history
 
 
-def read_losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 def check_answers(task: Path, run: Path) -> None:
     """Compare what the adapter says on its quantised base with what plain transformers says with the merged model."""
     rows = DEMO_ROWS.read_text().splitlines()[:4]
@@ -164,7 +160,7 @@ def test_a_run_on_a_quantised_base_is_plain_trl_on_the_dequantised_one(task, tmp
     out = tmp_path / "run"
     result = finetune(task, method, out, **asked)
     assert result.returncode == 0, result.stdout + result.stderr
-    losses = read_losses(out)
+    losses = list(read_losses(out).values())
     assert losses == [line["loss"] for line in logged if "loss" in line] and losses[-1] < losses[0]
     assert is_same_adapter(load_file(out / "adapter_model.safetensors"), adapter)
     assert f"GiB of frozen base, quantised to {quantization.format}" in result.stdout
@@ -178,5 +174,5 @@ def test_a_run_on_a_quantised_base_is_plain_trl_on_the_dequantised_one(task, tmp
     shutil.rmtree(out / f"checkpoint-{STEPS}")  # as a run that was killed leaves its folder
     resumed = finetune(task, method, out, resume_from_checkpoint=True, placement="replicate", **asked)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert read_losses(out) == losses
+    assert list(read_losses(out).values()) == losses
     assert is_same_adapter(load_file(out / "adapter_model.safetensors"), adapter)

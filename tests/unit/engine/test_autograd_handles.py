@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engine import CPU, Rig, StandInGroup, build_rig, build_unit, find_differences, make_tokens, take_gradients
+from helpers.engine import CPU, Rig, StandInGroup, build_rig, build_unit, make_tokens
+from helpers.tiny import find_differences, take_gradients
 from torch import nn
 
 from lorashard.engine.autograd import Handle, first_differentiable, is_in_backward, saved_handles

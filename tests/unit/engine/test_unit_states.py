@@ -9,17 +9,8 @@ import random
 
 import pytest
 import torch
-from helpers.engine import (
-    CPU,
-    Rig,
-    Stack,
-    StandInGroup,
-    build_rig,
-    build_unit,
-    find_differences,
-    make_tokens,
-    take_gradients,
-)
+from helpers.engine import CPU, Rig, Stack, StandInGroup, build_rig, build_unit, make_tokens
+from helpers.tiny import find_differences, take_gradients
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from helpers.waiting import wait_until
 
 from lorashard import device_queue
 from lorashard.config import RunConfig
@@ -97,7 +98,8 @@ class Holder:
 
     def await_queue(self, place: int, *said: str) -> None:
         """Wait until status.json has it in the queue at a place, and why."""
-        wait_until(lambda: self.read_status().get("queue", {}).get("place") == place, self)
+        wait_until(lambda: self.read_status().get("queue", {}).get("place") == place or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.communicate()
         waits_for = self.read_status()["queue"]["waits_for"]
         assert all(part in waits_for for part in said), waits_for
 
@@ -107,14 +109,6 @@ class Holder:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
-
-
-def wait_until(is_true: Callable[[], bool], who: Holder | None = None) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        assert who is None or who.process.poll() is None, who.process.communicate()
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from helpers.waiting import wait_until
 
 from lorashard.dist import is_timeout, read_launcher_env
 from lorashard.heartbeat import Heartbeat, Silences, describe_place, explain_silence
@@ -204,13 +205,6 @@ class Group:
         for process in [*self.ranks, self.store]:
             process.kill()
             process.join()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
