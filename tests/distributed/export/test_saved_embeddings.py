@@ -128,7 +128,7 @@ def resume(rank: int, folder: Path, out: Path) -> list[bool]:
 def test_resuming_takes_the_embeddings_of_the_checkpoint(tmp_path, bases):
     """New rows are drawn: a run that goes on with others than it has learnt with goes on from elsewhere."""
     build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path / "checkpoint")
-    state = TrainerState(global_step=1, max_steps=1)  # no step is left
+    state = TrainerState(global_step=1, max_steps=1, train_batch_size=8)  # no step is left
     state.save_to_json(str(tmp_path / "checkpoint" / "trainer_state.json"))
     for found in run_ranks(resume, 2, bases["llama"], tmp_path):
         assert all(found), found
