@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
 from helpers.tiny import VOCAB_SIZE, add_lora, build_base, make_batch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
@@ -65,7 +66,7 @@ def _logits(model: PeftModel) -> torch.Tensor:
         return model(input_ids=_tokens()).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["lora", "modules_to_save", *map(slow, ("dora", "head", "bias"))])
 def test_saved_adapter_gives_plain_pefts_logits(tmp_path, kind):
     """A part of an adapter that is not restored leaves its initial value, and the model still talks."""
     expected = _train_a_little(_save_base(tmp_path / "base"), tmp_path / "adapter", **KINDS[kind])

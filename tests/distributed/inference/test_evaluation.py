@@ -73,7 +73,7 @@ def make_words() -> PreTrainedTokenizerFast:
     return make_tokenizer([*(f"w{i}" for i in range(VOCAB_SIZE - 1)), "</s>"], pad_token="w0")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["lora", "head", *map(slow, ("dora", "modules_to_save"))])
 def test_loss_is_the_mean_over_tokens_whatever_the_ranks_and_batches(tmp_path, kind):
     """A mean of batches' means, a tail counted twice or left out, or an adapter on the head that is passed over."""
     plain = _save_adapter(tmp_path, **KINDS[kind])
