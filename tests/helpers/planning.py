@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from helpers.bases import build_any
 from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
-from lorashard.plan.size import build_meta_model
-from lorashard.plan.trace import Microbatch
-from lorashard.quantization.options import Quantization
+from lorashard.config.quantization_options import Quantization
+from lorashard.planning.size import build_meta_model
+from lorashard.planning.trace import Microbatch
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 # As in large models: the MLP is 2.75 times as wide, so that norms and padding are nothing beside the linears.

@@ -16,9 +16,9 @@ from peft import PeftModel
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
-from lorashard.dist import set_timeout
 from lorashard.engine import Placeholder, State
 from lorashard.errors import ShardError
+from lorashard.runtime.dist import set_timeout
 
 
 class Broken(torch.autograd.Function):

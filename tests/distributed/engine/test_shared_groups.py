@@ -14,8 +14,8 @@ from helpers.tiny import add_lora, build_base, make_batch
 from peft import PeftModel
 
 import lorashard
-from lorashard.dist import HostGroup, ShardGroup
 from lorashard.errors import ShardError
+from lorashard.runtime.dist import HostGroup, ShardGroup
 
 
 def count_threads() -> int:

@@ -39,11 +39,11 @@ from transformers.core_model_loading import Chunk, Concatenate, Transpose, Weigh
 from transformers.utils import logging as transformers_logging
 
 import lorashard
-from lorashard.agreement import together
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
-from lorashard.merging import merger, writing
-from lorashard.merging.merger import merge_checkpoint, merge_live
-from lorashard.merging.staging import check_target, remove_partial
+from lorashard.export import merger, writing
+from lorashard.export.merger import merge_checkpoint, merge_live
+from lorashard.export.staging import check_target, remove_partial
+from lorashard.runtime.agreement import together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

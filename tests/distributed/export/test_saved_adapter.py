@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.identity import BaseIdentity, hash_file, sign_adapter
+from lorashard.weights.fingerprint import BaseIdentity, hash_file, sign_adapter
 
 LAYERS = 3  # of fewer, PEFT names each module of a layer by its path
 KINDS = {

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard import chat
-from lorashard.chat_lines import Ask
+from lorashard.config.use_options import ChatOptions, GenerateOptions
 from lorashard.errors import ConfigError, DataError
-from lorashard.generation import Generator, SampleCallback, generate_file
-from lorashard.use_options import ChatOptions, GenerateOptions
+from lorashard.inference import chat
+from lorashard.inference.chat_lines import Ask
+from lorashard.inference.generation import Generator, SampleCallback, generate_file
 
 LAYERS = 4
 NEW_TOKENS = 6  # an even number: then the slots are left as they were found

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import lorashard
+from lorashard.config.use_options import VerifyOptions
+from lorashard.diagnostics.verify import verify
 from lorashard.errors import VerificationError
-from lorashard.output import RESULT_FILE_VARIABLE
-from lorashard.use_options import VerifyOptions
-from lorashard.verify import verify
+from lorashard.runtime.output import RESULT_FILE_VARIABLE
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference")
 
