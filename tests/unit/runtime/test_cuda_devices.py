@@ -60,7 +60,6 @@ def test_several_gpus_without_a_launcher_are_told_of(
 def test_the_device_argument_is_given_its_index_too(monkeypatch, current):
     """Catches `load(device=torch.device("cuda"))`, which fails on one GPU although there is no other."""
 
-
     def load_sharded(name: str, lora: LoraConfig, placement: object, device: torch.device, *_, **__) -> None:
         raise FileNotFoundError(str(device))
 

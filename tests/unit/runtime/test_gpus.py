@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from lorashard import gpus
 from lorashard.gpus import list_gpus
 
 GIB = 2**30
@@ -83,20 +84,47 @@ class Nvml:
         return value
 
 
+class Cuda:
+    """CUDA's own library, which fills what it is given a reference to."""
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self.uuids = uuids
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        ctypes.memmove(count, ctypes.byref(ctypes.c_int(len(self.uuids))), 4)
+        return 0
+
+    def cuDeviceGet(self, device, place):
+        ctypes.memmove(device, ctypes.byref(ctypes.c_int(place)), 4)
+        return 0
+
+    def cuDeviceGetUuid(self, uuid, device):
+        ctypes.memmove(uuid, bytes.fromhex(self.uuids[device.value].removeprefix("GPU-").replace("-", "")), 16)
+        return 0
+
+
 def card(number: int, name: str | None = "H100", parts: tuple = (), **facts) -> SimpleNamespace:
     memory = SimpleNamespace(total=80 * GIB, free=(70 + number) * GIB)
-    known = {"uuid": f"GPU-{number}{number}aa-bb", "memory": memory, "utilization": 10 + number, "temperature": 40}
+    known = {
+        "uuid": f"GPU-{number}{number}aaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee",
+        "memory": memory,
+        "utilization": 10 + number,
+        "temperature": 40,
+    }
     return SimpleNamespace(name=name, parts=parts, **known | facts)
 
 
 @pytest.fixture
 def drive(monkeypatch):
-    """Put a driver in place of the machine's."""
+    """Put a driver in place of the machine's; `order` is that of CUDA, which else does not answer."""
 
-    def drive(*cards: SimpleNamespace, **options) -> Nvml:
+    def drive(*cards: SimpleNamespace, order: Sequence[int] = (), **options) -> Nvml:
         nvml = Nvml(*cards, **options)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(gpus, "_ask_cuda", lambda: [])
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: Cuda([cards[place].uuid for place in order]))
         return nvml
 
     return drive
@@ -117,7 +145,7 @@ def test_what_the_driver_tells_is_listed(drive):
     [
         (None, [0, 1, 2]),
         ("2,0", [2, 0]),
-        ("GPU-11aa-bb, 0", [1, 0]),
+        ("GPU-11aaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee, 0", [1, 0]),
         ("GPU-1", [1]),
         ("GPU", []),
         ("GPU-", []),
@@ -143,15 +171,14 @@ def test_parts_of_a_card_are_listed_as_cuda_uses_them(drive):
         for n in (1, 2)
     )
     drive(card(0, parts=parts), card(1))
-    assert [gpu.uuid for gpu in list_gpus({})] == ["MIG-1", "GPU-11aa-bb"]
+    assert [gpu.uuid[:6] for gpu in list_gpus({})] == ["MIG-1", "GPU-11"]
     named = list_gpus({"CUDA_VISIBLE_DEVICES": "MIG-2,MIG-1,MIG-7"})
     assert [(gpu.uuid, gpu.total_bytes) for gpu in named] == [("MIG-2", 10 * GIB), ("MIG-1", 10 * GIB)]
 
 
-def test_different_cards_are_numbered_as_cuda_numbers_them(drive, monkeypatch):
+def test_different_cards_are_numbered_as_cuda_numbers_them(drive):
     """CUDA puts the fastest card first, the driver the first slot: a run on another card than the one that was free."""
-    drive(card(0, "GT 1030"), card(1, "RTX 5090"))
-    monkeypatch.setattr(gpus, "_ask_cuda", lambda: ["GPU-11aa-bb", "GPU-00aa-bb"])
+    drive(card(0, "GT 1030"), card(1, "RTX 5090"), order=(1, 0))
     assert [gpu.name for gpu in list_gpus({})] == ["RTX 5090", "GT 1030"]
     assert [gpu.name for gpu in list_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})] == ["GT 1030", "RTX 5090"]
 
@@ -165,7 +192,7 @@ def test_a_driver_that_does_not_answer_is_no_error(drive):
     assert (gpu.utilization_percent, gpu.temperature_c) == (None, None)
     drive(card(0, name=None, memory=None))
     (gpu,) = list_gpus({})
-    assert (gpu.name, gpu.free_bytes) == ("a GPU that does not answer", 0)
+    assert gpu.name and gpu.free_bytes == 0
 
 
 def test_a_gpu_without_memory_of_its_own_has_the_machines(drive):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import sys
 import threading
 import time
 from pathlib import Path
@@ -57,16 +58,15 @@ def test_short_work_and_other_ranks_are_silent(clock):
 
 def test_work_that_does_not_count_is_named_while_it_lasts(monkeypatch, capsys):
     """Catches a probe that takes ten seconds in silence, and a line after the end of a short one."""
-    monkeypatch.setattr(progress, "_SILENT_S", 0.05)
-    with told_work("measuring the speeds"):
+    with told_work("a short probe"), told_work("another rank's", is_shown=False, silent_s=0):
         pass
-    with told_work("on another rank", is_shown=False):
-        time.sleep(0.1)
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-    with told_work("measuring the speeds"):
-        time.sleep(0.2)
-        assert capsys.readouterr().err == "lorashard: measuring the speeds ...\n"
+    told = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", told)
+    with told_work("probing", silent_s=0.01):
+        deadline_s = time.monotonic() + 30
+        while not told.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert told.getvalue() == "lorashard: probing ...\n" and capsys.readouterr().err == ""
 
 
 def test_amounts_are_for_people():
@@ -95,10 +95,9 @@ def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path
     monkeypatch.setattr(converted, "find_cache_dir", lambda: tmp_path)
     weights = [FoundWeight(name, nn.Parameter(torch.ones(4), requires_grad=False)) for name in "ab"]
     units = [FoundUnit(f"layers.{number}", LAYER, [weight]) for number, weight in enumerate(weights)]
-    write, has_begun, is_heard = converted._write, threading.Event(), threading.Event()
+    has_begun, is_heard = threading.Event(), threading.Event()
 
-    def write_slowly(*given) -> None:
-        write(*given)
+    def hold_up(*_) -> None:  # after its first unit
         has_begun.set()
         assert is_heard.wait(30)
 
@@ -110,9 +109,8 @@ def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path
         made = converted.ConvertedUnits(units, MemorySource(), [])
         made.make(torch.device("cpu"), converted.FOR_FILE, progress)
 
-    monkeypatch.setattr(converted, "_write", write_slowly)
     told: list[tuple[int, int | None, str]] = []
-    first = threading.Thread(target=make, args=(lambda *counts: None,))
+    first = threading.Thread(target=make, args=(hold_up,))
     first.start()
     assert has_begun.wait(30)
     make(hear)
@@ -124,9 +122,7 @@ def test_files_whose_hash_is_known_count_as_hashed(tmp_path: Path, monkeypatch):
     """Catches a bar that ends at 5 of 140 GB, since the other files were hashed before or named by the hub's cache."""
     monkeypatch.setattr(identities, "find_cache_dir", lambda: tmp_path / "cache")
     later_s = time.time() + 60
-    monkeypatch.setattr(
-        identities.time, "time", lambda: later_s
-    )  # files that have just been written are not remembered
+    monkeypatch.setattr(time, "time", lambda: later_s)  # files that have just been written are not remembered
     blob = tmp_path / "blobs" / ("0" * 64)
     files = [tmp_path / "known.safetensors", tmp_path / "new.safetensors", blob]
     blob.parent.mkdir()
