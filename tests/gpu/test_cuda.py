@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +165,21 @@ def delay_computation(model: PeftModel, cycles: int) -> None:
         layer.mlp.register_forward_pre_hook(lambda module, args: torch.cuda._sleep(cycles))
 
 
+class RefusingRuntime:
+    """CUDA's runtime, which pins nothing."""
+
+    def __init__(self, runtime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str):
+        return (lambda *_: 2) if name == "cudaHostRegister" else getattr(self._runtime, name)
+
+
+def find_copying_threads() -> set[threading.Thread]:
+    """Return the threads that fill rings of pinned buffers."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lorashard-copies")}
+
+
 def count_allocations() -> tuple[int, int]:
     """Return how often torch has asked the device for memory, and how often it was refused at first."""
     stats = torch.cuda.memory_stats(DEVICE)
@@ -272,29 +288,30 @@ def test_every_placement_gives_plain_pefts_gradients(folder, monkeypatch, option
 
 def test_shards_on_the_host_are_pinned(folder):
     """From pageable memory a copy is several times slower, and holds up the host: nothing else would tell."""
+    before = find_copying_threads()
     model = load(folder, placement="host")
-    engine = lorashard.api.engine_of(model)
-    assert all(unit.home.shard.is_pinned() for unit in engine.units)
+    assert all(unit.home.shard.is_pinned() for unit in lorashard.api.engine_of(model).units)
     one_step(model)
-    assert engine.units[0].home._copies._ring is None
+    assert find_copying_threads() - before == set()
 
 
 @pytest.mark.parametrize("late", ("nothing", "copies", "computation"))
 def test_where_pinning_is_refused_the_ring_copies(folder, monkeypatch, late):
     """The embedding is longer than the whole ring: a buffer that is filled again too early gives wrong weights."""
     expected = one_step(load_plain(folder))
-    monkeypatch.setattr("lorashard.engine.copies._pin", lambda *args: "pinning is refused")
+    refusing = RefusingRuntime(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    before = find_copying_threads()
     monkeypatch.setattr("lorashard.engine.copies.RING_BUFFER_BYTES", 2**21)
     if late == "copies":
         delay_copies(monkeypatch, DELAY_CYCLES)
     model = load(folder, placement="host")
     if late == "computation":
         delay_computation(model, DELAY_CYCLES)
-    engine = lorashard.api.engine_of(model)
-    assert not any(unit.home.shard.is_pinned() for unit in engine.units)
+    assert not any(unit.home.shard.is_pinned() for unit in lorashard.api.engine_of(model).units)
     for _ in range(3):
         assert find_differences(one_step(model), expected) == []
-    assert engine.units[0].home._copies._ring is not None
+    assert len(find_copying_threads() - before) == 1
 
 
 @pytest.mark.parametrize("options", PLACEMENTS, ids=lambda options: "-".join(map(str, options.values())))

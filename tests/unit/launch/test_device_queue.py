@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from lorashard import device_queue
 from lorashard.config import RunConfig
 from lorashard.device_queue import hold_devices
 from lorashard.devices import RankChoice
@@ -291,11 +291,15 @@ def test_a_ticket_that_was_deleted_is_told(queue, tmp_path):
 def test_a_folder_that_somebody_keeps_locked_holds_up_no_run(monkeypatch, tmp_path, capsys):
     """A suspended process that keeps every run of the machine from starting."""
     monkeypatch.setenv("LORASHARD_QUEUE_DIR", str(tmp_path))
-    monkeypatch.setattr(device_queue, "_PATIENCE_S", 0.1)
-    queue = device_queue._Queue(tmp_path)
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", lambda s: now_s.append(now_s.pop() + s))
     status = Status.begin(tmp_path)
-    with queue._locked(1), hold_devices("run", RankChoice(1, "cpu"), status, is_count=False, is_queued=False):
-        assert "keeps the folder locked" in capsys.readouterr().err
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with hold_devices("run", RankChoice(1, "cpu"), status, is_count=False, is_queued=False):
+            assert "folder locked" in capsys.readouterr().err
+    assert 1 < now_s[0] < 10
 
 
 def test_a_queue_is_refused_in_ranks_that_are_there_already(monkeypatch, tmp_path):
