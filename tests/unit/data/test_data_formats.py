@@ -26,21 +26,17 @@ def read(path: object, split: str = "train") -> list[tuple[str, object]]:
 
 
 def test_jsonl_rows_keep_their_line_numbers(tmp_path: Path) -> None:
-    """Catches numbers that count rows instead of lines, and a broken line that hides the rows after it."""
-    path = write_jsonl(tmp_path / "a.jsonl", ["\ufeff" + json.dumps(PAIRS[0]), "", '{"prompt": "x", ', "[1]", PAIRS[1]])
-    assert read(path) == [
+    """Catches numbers that count rows instead of lines, and a broken or latin-1 line that hides the rows after it."""
+    lines = ["\ufeff" + json.dumps(PAIRS[0]), "", '{"prompt": "x", ', "[1]"]
+    latin = b'{"text": "caf\xe9"}\n'
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n" + latin + json.dumps(PAIRS[1]).encode())
+    assert read(tmp_path / "a.jsonl") == [
         ("a.jsonl line 1", PAIRS[0]),
         ("a.jsonl line 3", "broken JSON"),
         ("a.jsonl line 4", "wrong type"),
-        ("a.jsonl line 5", PAIRS[1]),
+        ("a.jsonl line 5", "broken JSON"),
+        ("a.jsonl line 6", PAIRS[1]),
     ]
-
-
-def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path: Path) -> None:
-    """Catches one latin-1 line that ends the whole run with a traceback."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "tea"}\n')
-    assert read(path) == [("a.jsonl line 1", "broken JSON"), ("a.jsonl line 2", {"text": "tea"})]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -50,11 +46,6 @@ def test_json_list_is_read_row_by_row(tmp_path: Path, indent: int | None) -> Non
     path = tmp_path / "a.json"
     path.write_text(" \n" + json.dumps(rows, indent=indent, ensure_ascii=False), encoding="utf-8")
     assert read(path) == [(f"a.json row {number}", row) for number, row in enumerate(rows, 1)]
-
-
-def test_json_file_may_hold_lines(tmp_path: Path) -> None:
-    """Catches JSON lines refused because the file is called .json, as many on the hub are."""
-    assert [value for _, value in read(write_jsonl(tmp_path / "a.json", PAIRS))] == PAIRS
 
 
 @pytest.mark.parametrize(
@@ -117,10 +108,10 @@ def test_folder_splits_are_told_from_file_names(tmp_path: Path) -> None:
 
 
 def test_folder_without_split_names_is_all_train(tmp_path: Path) -> None:
-    """Catches a folder of plainly named files that cannot be read."""
-    write_jsonl(tmp_path / "b.jsonl", PAIRS[:1])
+    """Catches a folder of plainly named files that cannot be read, and JSON lines refused because they are in .json."""
+    write_jsonl(tmp_path / "b.json", PAIRS[:1])
     (tmp_path / "a.json").write_text(json.dumps(PAIRS[1:]))
-    assert [place for place, _ in read(tmp_path)] == [*(f"a.json row {n}" for n in range(1, 5)), "b.jsonl line 1"]
+    assert [place for place, _ in read(tmp_path)] == [*(f"a.json row {n}" for n in range(1, 5)), "b.json line 1"]
 
 
 @pytest.mark.parametrize(
@@ -205,12 +196,8 @@ def test_format_is_recognised_by_its_columns(columns: str, has_chat_template: bo
     """Catches a format taken for another because of a column more."""
     rows = [{columns.split()[0]: "x"}, dict.fromkeys(columns.split(), "x")]  # the first row lacks columns
     assert detect_format(rows, has_chat_template).name == name
-
-
-def test_text_field_goes_before_all() -> None:
-    """Catches an explicit dataset_text_field that is passed over."""
-    row = {"question": "a", "answer": "b", "story": "c"}
-    assert detect_format([row], False, "story").convert(row).body == "c"
+    rows.append({"story": "c"} | rows[1])  # an explicit dataset_text_field goes before all
+    assert detect_format(rows, has_chat_template, "story").convert(rows[-1]).body == "c"
 
 
 @pytest.mark.parametrize("columns", ["prompt chosen rejected", "question image answer", "story"])

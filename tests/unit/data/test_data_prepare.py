@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -222,26 +220,29 @@ def test_skipped_rows_are_reported(tmp_path: Path, packing: bool) -> None:
     assert report.num_supervised_tokens == sum(label != -100 for row in prepared.train["labels"] for label in row)
 
 
-@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
-def test_rows_that_packing_goes_on_with_are_kept(tmp_path: Path, strategy: str) -> None:
-    """Catches a completion beyond max_length called lost where packing does not cut it off."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "x " * 100, "completion": "y"}])
-    options = DataOptions(dataset=path, max_length=40, packing=True, packing_strategy=strategy)
-    report = prepare(options, make_tokenizer(), tmp_path / "cache").report
-    assert (report.rows_kept, report.num_truncated, report.num_supervised_tokens) == (1, 0, 2)
-
-
-def test_truncated_rows_are_counted(tmp_path: Path) -> None:
-    """Catches a loss of tokens that nobody is told of."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "x " * 100}, {"text": "y"}])
-    report = prepare(DataOptions(dataset=path, max_length=40), make_tokenizer(), tmp_path / "cache").report
-    assert (report.num_truncated, report.longest_tokens, report.num_tokens) == (1, 40, 43)
-
-
-def test_prompts_that_drift_are_counted(tmp_path: Path) -> None:
-    """Catches silence where the prompt's last token is another once the completion follows."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "capital of Fran", "completion": "ce"}, ROWS[0]])
-    assert prepare(DataOptions(dataset=path), make_tokenizer(), tmp_path / "cache").report.num_prompt_drifts == 1
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        # A loss of tokens that nobody is told of.
+        ({"text": "x " * 100}, {"max_length": 40}, {"num_truncated": 1, "longest_tokens": 40}),
+        # The prompt's last token is another once the completion follows.
+        ({"prompt": "capital of Fran", "completion": "ce"}, {}, {"num_prompt_drifts": 1, "num_truncated": 0}),
+        # A completion beyond max_length called lost where packing does not cut it off.
+        *(
+            (
+                {"prompt": "x " * 100, "completion": "y"},
+                {"max_length": 40, "packing": True, "packing_strategy": strategy},
+                {"rows_kept": 1, "num_truncated": 0, "num_supervised_tokens": 2},
+            )
+            for strategy in ("bfd_split", "wrapped")
+        ),
+    ],
+)
+def test_what_happens_to_rows_is_counted(tmp_path: Path, row: dict, options: dict, expected: dict) -> None:
+    """Catches silence about what stands above each case."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    report = prepare(DataOptions(dataset=path, **options), make_tokenizer(), tmp_path / "cache").report
+    assert {name: getattr(report, name) for name in expected} == expected
 
 
 def test_evaluation_rows(tmp_path: Path) -> None:
@@ -290,12 +291,6 @@ def test_options_that_cannot_work_are_refused(options: dict) -> None:
     """Catches a misspelt option, and packing options that TRL ignores or fails on late."""
     with pytest.raises(ValidationError):
         DataOptions(dataset="a.jsonl", **options)
-
-
-def test_options_need_no_heavy_library() -> None:
-    """Catches an import that makes `--help` wait for transformers."""
-    code = "import sys, lorashard.data.options; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_how_many_rows_there_are_is_told_before_they_are_read(tmp_path, monkeypatch):

@@ -27,35 +27,13 @@ from lorashard.runs import Run
 from lorashard.status import Status, told_status
 
 
-def read_last(path: Path) -> dict:
-    return json.loads(path.read_text().splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-
-
 def test_a_number_that_is_none_leaves_valid_json(tmp_path):
     """Python's own writer puts a bare NaN, which browsers and other readers refuse: the whole file would be lost."""
     Run(tmp_path, 0, 1).add_metrics({"grad_norm": float("nan"), "loss": float("inf"), "step": 1})
-    line = read_last(tmp_path / "metrics.jsonl")
+    text = (tmp_path / "metrics.jsonl").read_text()
+    line = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert line == {"grad_norm": "nan", "loss": "inf", "step": 1}
     assert float(line["loss"]) == float("inf")
-
-
-def test_an_end_keeps_what_the_run_said_before(tmp_path):
-    """Who looks at a dead run wants to know at which step it died."""
-    launcher = Status.begin(tmp_path)
-    Run(tmp_path, 0, 2).status.enter("train", step=7, world_size=2)
-    launcher.hear_ranks()
-    launcher.end("failed", "boom")
-    status = read_last(tmp_path / "status.json")
-    assert (status["phase"], status["error"], status["step"], status["world_size"]) == ("failed", "boom", 7, 2)
-
-
-def test_an_end_does_not_touch_what_another_run_said(tmp_path):
-    """A run that dies before its first word would else be shown at the step of the one before."""
-    Run(tmp_path, 0, 2).status.enter("train", step=30)
-    with pytest.raises(KeyboardInterrupt), told_status(tmp_path):
-        raise KeyboardInterrupt
-    status = read_last(tmp_path / "status.json")
-    assert (status["phase"], status["error"], "step" in status) == ("stopped", "stopped by SIGINT", False)
 
 
 def leave_a_killed_run(folder: Path, num_ranks: int) -> None:

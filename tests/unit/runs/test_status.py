@@ -63,14 +63,17 @@ def test_a_slow_disk_is_written_to_less_often(tmp_path, monkeypatch):
 
 
 def test_an_end_tells_the_last_step_though_it_was_not_its_turn_to_be_written(tmp_path):
-    """A run that has saved step 9 and is shown to have ended at step 5."""
-    run = Run(tmp_path, 0, 1)
+    """A run that has saved step 9 and is shown to have ended at step 5, or as its launcher saw it: at no step."""
+    launcher = Status.begin(tmp_path)
+    run = Run(tmp_path, 0, 2)
     for step in range(10):
         run.note_step(step, 20)
     assert read(tmp_path)["step"] == 0
-    run.status.end("stopped", "SIGTERM")
-    status = read(tmp_path)
-    assert (status["step"], status["max_steps"], status["phase"], status["error"]) == (9, 20, "stopped", "SIGTERM")
+    for status, phase, error in ((run.status, "stopped", "SIGTERM"), (launcher, "failed", "boom")):
+        launcher.hear_ranks()
+        status.end(phase, error)
+        said = read(tmp_path)
+        assert (said["step"], said["max_steps"], said["phase"], said["error"]) == (9, 20, phase, error)
 
 
 def test_ranks_go_on_with_what_the_launcher_has_said(tmp_path):
@@ -99,11 +102,13 @@ def test_ranks_go_on_with_what_the_launcher_has_said(tmp_path):
     ],
 )
 def test_what_ends_a_run_before_its_ranks_is_told(tmp_path, error, phase, words):
-    """A run that says for ever that it starts."""
+    """A run that says for ever that it starts, or is shown at the step of the one before."""
+    Run(tmp_path, 0, 2).status.enter("train", step=30)
     with pytest.raises(type(error)), told_status(tmp_path) as status:
         status.enter("download")
         raise error
-    assert (read(tmp_path)["phase"], read(tmp_path)["error"]) == (phase, words)
+    status = read(tmp_path)
+    assert (status["phase"], status["error"], "step" in status) == (phase, words, False)
 
 
 def test_what_a_rank_says_of_its_end_stays(tmp_path):
