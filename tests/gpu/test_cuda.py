@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gpu import DEVICE, NEEDS_GPU
 from helpers.tiny import build_base, build_model, find_differences, make_batch, set_checkpointing, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
@@ -24,11 +25,7 @@ from lorashard.model.sharding import shard_structure
 from lorashard.model.sources import MemorySource
 from lorashard.model.units import find_structure
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
-]
-DEVICE = torch.device("cuda", 0)
+pytestmark = NEEDS_GPU
 # Layers of 6 MB, an embedding of 25.
 SIZES = dict(hidden_size=512, intermediate_size=1536, vocab_size=24576)
 DELAY_CYCLES = 2_000_000
@@ -121,6 +118,17 @@ def one_step(model) -> dict[str, torch.Tensor]:
     batch = {name: tensor.to(DEVICE) for name, tensor in make_batch(tokens=64).items()}
     model(**batch).loss.backward()
     return take_gradients(model)
+
+
+def time_forward(model) -> tuple[float, float]:
+    """Return after how many seconds the host has queued a forward, and after how many the device has done it."""
+    batch = {name: tensor.to(DEVICE) for name, tensor in make_batch().items()}
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    model(**batch)
+    host_s = time.perf_counter() - begin_s
+    torch.cuda.synchronize()
+    return host_s, time.perf_counter() - begin_s
 
 
 def prepare(model: PeftModel, checkpointing: str) -> PeftModel:
@@ -240,17 +248,12 @@ def test_a_gather_overlaps_the_computation():
     """With prefetch the host must not wait for a gather: it returns long before the device has done the delays."""
     model, engine = shard_on_one_gpu(lambda: build_model(dtype=torch.bfloat16), delay_cycles=20_000_000)
     one_step(model)
-    torch.cuda.synchronize()
-    batch = {name: tensor.to(DEVICE) for name, tensor in make_batch().items()}
-    before = engine.stats().num_gathers
-    begin_s = time.perf_counter()
-    model(**batch)
-    host_s = time.perf_counter() - begin_s
-    torch.cuda.synchronize()
-    device_s = time.perf_counter() - begin_s
-    assert engine.stats().num_gathers > before
+    before = engine.stats()
+    host_s, device_s = time_forward(model)
+    after = engine.stats()
+    assert after.num_gathers > before.num_gathers
     assert host_s < device_s / 2
-    assert engine.stats().wait_s > 0
+    assert after.wait_s > 0
 
 
 @pytest.mark.parametrize("delay_cycles", (0, DELAY_CYCLES))
@@ -334,14 +337,8 @@ def test_copies_overlap_the_computation(folder, monkeypatch):
     delay_copies(monkeypatch, 10 * DELAY_CYCLES)
     model = load(folder, placement="host")
     one_step(model)
-    torch.cuda.synchronize()
-    batch = {name: tensor.to(DEVICE) for name, tensor in make_batch().items()}
     before = lorashard.stats(model)
-    begin_s = time.perf_counter()
-    model(**batch)
-    host_s = time.perf_counter() - begin_s
-    torch.cuda.synchronize()
-    device_s = time.perf_counter() - begin_s
+    host_s, device_s = time_forward(model)
     after = lorashard.stats(model)
     assert after.num_copies > before.num_copies
     assert host_s < device_s / 2

@@ -269,19 +269,27 @@ def test_ranks_that_were_all_stopped_go_on(group: Group) -> None:
 
 
 def compute_and_end_in_turn(rank: int, heartbeat: Heartbeat) -> None:
+    PLACE.append(("save", 3))
     until_s = time.monotonic() + (1 + rank) * 1.5 * TIMEOUT_S
     while time.monotonic() < until_s:
         if rank == 0:
             time.sleep(0.1)
+    (find_folder() / f"ranks_{rank}").write_text(heartbeat.describe_ranks())
 
 
 @pytest.mark.slow
 def test_ranks_may_end_at_different_times(group: Group) -> None:
-    """Catches a rank that is missed because it was done first, and a busy main thread that is taken for silence."""
+    """Catches a rank that is missed because it was done first, and a busy main thread that is taken for silence.
+
+    Where every rank stood can be asked: else a collective's timeout does not tell which rank did not come.
+    """
     group.start(compute_and_end_in_turn, num_ranks=2)
 
     assert group.join(0, 1) == [0, 0]
     assert group.read_failures() == []
+    early, late = ((group.folder / f"ranks_{rank}").read_text().splitlines() for rank in (0, 1))
+    assert [line.split(", at ")[0] for line in early] == [f"rank {rank}: 'save' of step 3" for rank in (0, 1)]
+    assert late[0] == "rank 0: at its end"
 
 
 @pytest.mark.slow
@@ -297,22 +305,3 @@ def test_without_a_store_nobody_is_blamed(group: Group) -> None:
 
     assert [rank.is_alive() for rank in group.ranks] == [True, True]
     assert group.read_failures() == []
-
-
-def describe_the_other(rank: int, heartbeat: Heartbeat) -> None:
-    """Rank 1 ends once it has seen where both stand, and rank 0 once it has seen that end."""
-    PLACE.append(("save", 3))
-    num_lines, words = (2, "'save' of step 3") if rank else (1, "at its end")
-    wait_until(lambda: heartbeat.describe_ranks().count(words) == num_lines)
-    (find_folder() / f"ranks_{rank}").write_text(heartbeat.describe_ranks())
-
-
-@pytest.mark.slow
-def test_where_every_rank_stood_can_be_asked(group: Group) -> None:
-    """Catches a collective's timeout that does not tell which rank did not come."""
-    group.start(describe_the_other, num_ranks=2)
-
-    assert group.join(0, 1) == [0, 0]
-    early, late = ((group.folder / f"ranks_{rank}").read_text().splitlines() for rank in (1, 0))
-    assert [line.split(", at ")[0] for line in early] == [f"rank {rank}: 'save' of step 3" for rank in (0, 1)]
-    assert late[1] == "rank 1: at its end"

@@ -76,20 +76,6 @@ def test_amounts_are_for_people():
     assert show_amount(1200, 4800, "rows") == "1,200 of 4,800 rows"
 
 
-def test_hashing_tells_how_many_bytes_it_has_read(tmp_path: Path, monkeypatch):
-    """Catches the silence of the first load of 140 GB, and a hash that is another one for being counted."""
-    monkeypatch.setattr("lorashard.model.identity.find_cache_dir", lambda: tmp_path / "cache")
-    contents = {"a.safetensors": b"a" * 2**20, "b.safetensors": b"b" * 10}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    told: list[tuple[int, int | None, str]] = []
-    identity = BaseIdentity.of([tmp_path / name for name in contents], lambda *counts: told.append(counts))
-    assert identity.files == {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    total = sum(map(len, contents.values()))
-    assert len(told) > 2 and told[-1] == (total, total, "bytes hashed")
-    assert [done for done, *_ in told] == sorted(done for done, *_ in told)
-
-
 def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path: Path, monkeypatch):
     """Catches rank 0's bar standing still for minutes, since rank 1 came first and converts."""
     monkeypatch.setattr(converted, "find_cache_dir", lambda: tmp_path)
@@ -118,18 +104,25 @@ def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path
     assert told[0] == (1, 2, "units converted")
 
 
-def test_files_whose_hash_is_known_count_as_hashed(tmp_path: Path, monkeypatch):
-    """Catches a bar that ends at 5 of 140 GB, since the other files were hashed before or named by the hub's cache."""
+def test_hashing_tells_how_many_bytes_are_done(tmp_path: Path, monkeypatch):
+    """Catches the silence of the first load of 140 GB, and a hash that is another one for being counted.
+
+    Files that were hashed before, or are named by the hub's cache, count as hashed: the bar would end at 5 of 140 GB.
+    """
     monkeypatch.setattr(identities, "find_cache_dir", lambda: tmp_path / "cache")
     later_s = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later_s)  # files that have just been written are not remembered
     blob = tmp_path / "blobs" / ("0" * 64)
-    files = [tmp_path / "known.safetensors", tmp_path / "new.safetensors", blob]
     blob.parent.mkdir()
-    for number, file in enumerate(files):
-        file.write_bytes(b"x" * 1000 * (number + 1))
-    identities.hash_file(files[0])
+    contents = {tmp_path / "known": b"k" * 1000, tmp_path / "new": b"n" * 2**20, blob: b"b" * 3000}
+    for file, content in contents.items():
+        file.write_bytes(content)
+    identities.hash_file(tmp_path / "known")
     assert (tmp_path / "cache" / "hashes.json").exists()
     told: list[tuple[int, int | None, str]] = []
-    BaseIdentity.of(files, lambda *counts: told.append(counts))
-    assert told[-1] == (6000, 6000, "bytes hashed")
+    identity = BaseIdentity.of(list(contents), lambda *counts: told.append(counts))
+    hashes = {file.name: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
+    assert identity.files == hashes | {blob.name: blob.name}
+    total = 2**20 + 4000
+    assert len(told) > 4 and told[-1] == (total, total, "bytes hashed")
+    assert [done for done, *_ in told] == sorted(done for done, *_ in told)
