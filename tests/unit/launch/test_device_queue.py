@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from helpers.paths import ROOT
 
 from lorashard.config import RunConfig
 from lorashard.device_queue import hold_devices
@@ -26,36 +27,21 @@ from lorashard.status import Status
 
 # Holds devices in its folder's name, says which, and holds them until its stdin ends.
 HOLDER = """
-import json, os, sys, types
+import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
+from helpers.nvml import Nvml, card
 from lorashard.device_queue import hold_devices
 from lorashard.devices import RankChoice
 from lorashard.errors import RunStopped
 from lorashard.group import Signals
 from lorashard.status import told_status
 
-def describe(card):
-    return types.SimpleNamespace(total=100, free=json.loads(Path(os.environ["CARDS"]).read_text())[card])
+def list_cards():
+    free = enumerate(json.loads(Path(os.environ["CARDS"]).read_text()))
+    return [card(number, memory=SimpleNamespace(total=100, free=share)) for number, share in free]
 
-class Nvml(types.ModuleType):
-    NVMLError = OSError
-    NVML_DEVICE_MIG_ENABLE, NVML_TEMPERATURE_GPU = 1, 0
-    def __getattr__(self, name):
-        answers = {
-            "nvmlInit": lambda: None,
-            "nvmlShutdown": lambda: None,
-            "nvmlDeviceGetCount": lambda: len(json.loads(Path(os.environ["CARDS"]).read_text())),
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetUUID": lambda card: f"GPU-{card}",
-            "nvmlDeviceGetName": lambda card: "H100",
-            "nvmlDeviceGetMemoryInfo": describe,
-            "nvmlDeviceGetMigMode": lambda card: (0, 0),
-            "nvmlDeviceGetTemperature": lambda card, kind: 40,
-            "nvmlDeviceGetUtilizationRates": lambda card: types.SimpleNamespace(gpu=0),
-        }
-        return answers[name]
-
-sys.modules["pynvml"] = Nvml("pynvml")
+sys.modules["pynvml"] = Nvml(list_cards)
 run, num_ranks, device_type, ids, is_count, is_queued = json.loads(sys.argv[1])
 choice = RankChoice(num_ranks, device_type, None if ids is None else tuple(ids))
 run = Path(run)
@@ -122,6 +108,7 @@ def queue(monkeypatch, tmp_path) -> Callable[..., Holder]:
     """Start a run that wants `cpu`, a number of GPUs, or GPUs by their ids, on a machine with four."""
     monkeypatch.setenv("LORASHARD_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("CARDS", str(tmp_path / "cards.json"))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "cards.json").write_text("[95, 95, 95, 95]")
     holders: list[Holder] = []

@@ -9,112 +9,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from helpers.nvml import GIB, Cuda, Nvml, card
 
 from lorashard.gpus import list_gpus
-
-GIB = 2**30
-
-
-class NvmlError(Exception):
-    """What the driver raises."""
-
-
-class Nvml:
-    """A driver with some cards; a handle is a card's own record."""
-
-    NVMLError = NvmlError
-    NVML_TEMPERATURE_GPU = 0
-    NVML_DEVICE_MIG_ENABLE = 1
-
-    def __init__(self, *cards: SimpleNamespace, is_there: bool = True) -> None:
-        self.cards = cards
-        self.is_there = is_there
-        self.num_open = 0
-
-    def nvmlInit(self):
-        if not self.is_there:
-            raise NvmlError("Driver Not Loaded")
-        self.num_open += 1
-
-    def nvmlShutdown(self):
-        self.num_open -= 1
-
-    def nvmlDeviceGetCount(self):
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return self.cards[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        parts = [part for card in self.cards for part in (card, *card.parts)]
-        found = [part for part in parts if part.uuid == uuid]
-        if not found:
-            raise NvmlError("Not Found")
-        return found[0]
-
-    def nvmlDeviceGetMigMode(self, card):
-        return (1 if card.parts else 0, 0)
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, card):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, card, place):
-        if place >= len(card.parts):
-            raise NvmlError("Not Found")
-        return card.parts[place]
-
-    def nvmlDeviceGetUUID(self, card):
-        return card.uuid
-
-    def nvmlDeviceGetName(self, card):
-        return self._tell(card.name)
-
-    def nvmlDeviceGetMemoryInfo(self, card):
-        return self._tell(card.memory)
-
-    def nvmlDeviceGetUtilizationRates(self, card):
-        return SimpleNamespace(gpu=self._tell(card.utilization))
-
-    def nvmlDeviceGetTemperature(self, card, kind):
-        return self._tell(card.temperature)
-
-    def _tell(self, value):
-        if value is None:
-            raise NvmlError("Not Supported")
-        return value
-
-
-class Cuda:
-    """CUDA's own library, which fills what it is given a reference to."""
-
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self.uuids = uuids
-
-    def cuInit(self, flags):
-        return 0
-
-    def cuDeviceGetCount(self, count):
-        ctypes.memmove(count, ctypes.byref(ctypes.c_int(len(self.uuids))), 4)
-        return 0
-
-    def cuDeviceGet(self, device, place):
-        ctypes.memmove(device, ctypes.byref(ctypes.c_int(place)), 4)
-        return 0
-
-    def cuDeviceGetUuid(self, uuid, device):
-        ctypes.memmove(uuid, bytes.fromhex(self.uuids[device.value].removeprefix("GPU-").replace("-", "")), 16)
-        return 0
-
-
-def card(number: int, name: str | None = "H100", parts: tuple = (), **facts) -> SimpleNamespace:
-    memory = SimpleNamespace(total=80 * GIB, free=(70 + number) * GIB)
-    known = {
-        "uuid": f"GPU-{number}{number}aaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee",
-        "memory": memory,
-        "utilization": 10 + number,
-        "temperature": 40,
-    }
-    return SimpleNamespace(name=name, parts=parts, **known | facts)
 
 
 @pytest.fixture
@@ -122,7 +19,7 @@ def drive(monkeypatch):
     """Put a driver in place of the machine's; `order` is that of CUDA, which else does not answer."""
 
     def drive(*cards: SimpleNamespace, order: Sequence[int] = (), **options) -> Nvml:
-        nvml = Nvml(*cards, **options)
+        nvml = Nvml(lambda: cards, **options)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         monkeypatch.setattr(ctypes, "CDLL", lambda name: Cuda([cards[place].uuid for place in order]))
         return nvml
