@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from helpers.paths import ROOT
+from helpers.talking import Talking
 
 from lorashard.config import RunConfig
 from lorashard.device_queue import hold_devices
@@ -62,18 +61,12 @@ finally:
 """
 
 
-class Holder:
+class Holder(Talking):
     """A process that wants devices."""
 
     def __init__(self, run: Path, device_type: str, num: int, ids: list[int] | None, is_count: bool, is_queued: bool):
         self.run = run
-        words = [sys.executable, "-c", HOLDER, json.dumps([str(run), num, device_type, ids, is_count, is_queued])]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        super().__init__(HOLDER, json.dumps([str(run), num, device_type, ids, is_count, is_queued]))
 
     def read_status(self) -> dict[str, Any]:
         try:
@@ -86,13 +79,6 @@ class Holder:
         wait_until(lambda: self.read_status().get("queue", {}).get("place") == place, self)
         waits_for = self.read_status()["queue"]["waits_for"]
         assert all(part in waits_for for part in said), waits_for
-
-    def end(self) -> None:
-        self.process.communicate("\n", timeout=30)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 def wait_until(is_true: Callable[[], bool], who: Holder | None = None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+from helpers.talking import Talking
 
 from lorashard.errors import ConfigError
 from lorashard.lock import find_owner, find_process, lock_run
@@ -43,35 +44,16 @@ except ConfigError as error:
 """
 
 
-class Owner:
+class Owner(Talking):
     """A process that takes a folder's lock when it is told to."""
 
     def __init__(self, folder: Path, kind: str = "flock") -> None:
-        words = [sys.executable, "-c", OWNER, str(folder), kind]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        super().__init__(OWNER, str(folder), kind)
         assert self.read() == "ready"
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
 
     def take(self) -> str:
         self.go_on()
         return self.read()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> str:
-        """Let go; return what it said on stderr."""
-        return self.process.communicate("\n", timeout=30)[1]
 
 
 def refuse_flock(monkeypatch) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from torch import nn
 
 from lorashard import progress
 from lorashard.model import converted
-from lorashard.model import identity as identities
-from lorashard.model.identity import BaseIdentity
+from lorashard.model.identity import BaseIdentity, hash_file
 from lorashard.model.sources import MemorySource
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight
 from lorashard.progress import ProgressLines, show_amount, told_progress, told_work
@@ -78,7 +78,7 @@ def test_amounts_are_for_people():
 
 def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path: Path, monkeypatch):
     """Catches rank 0's bar standing still for minutes, since rank 1 came first and converts."""
-    monkeypatch.setattr(converted, "find_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     weights = [FoundWeight(name, nn.Parameter(torch.ones(4), requires_grad=False)) for name in "ab"]
     units = [FoundUnit(f"layers.{number}", LAYER, [weight]) for number, weight in enumerate(weights)]
     has_begun, is_heard = threading.Event(), threading.Event()
@@ -109,7 +109,7 @@ def test_hashing_tells_how_many_bytes_are_done(tmp_path: Path, monkeypatch):
 
     Files that were hashed before, or are named by the hub's cache, count as hashed: the bar would end at 5 of 140 GB.
     """
-    monkeypatch.setattr(identities, "find_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     later_s = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later_s)  # files that have just been written are not remembered
     blob = tmp_path / "blobs" / ("0" * 64)
@@ -117,8 +117,8 @@ def test_hashing_tells_how_many_bytes_are_done(tmp_path: Path, monkeypatch):
     contents = {tmp_path / "known": b"k" * 1000, tmp_path / "new": b"n" * 2**20, blob: b"b" * 3000}
     for file, content in contents.items():
         file.write_bytes(content)
-    identities.hash_file(tmp_path / "known")
-    assert (tmp_path / "cache" / "hashes.json").exists()
+    hash_file(tmp_path / "known")
+    assert (tmp_path / "lorashard" / "hashes.json").exists()
     told: list[tuple[int, int | None, str]] = []
     identity = BaseIdentity.of(list(contents), lambda *counts: told.append(counts))
     hashes = {file.name: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
