@@ -134,14 +134,31 @@ def test_without_flock_a_live_owner_is_told_from_a_dead_one(start, tmp_path):
     assert f"killed (process {first.process.pid}" in third.end()
 
 
-def test_without_flock_an_owner_of_another_machine_is_not_judged(monkeypatch, tmp_path):
-    """A run of another node, which cannot be seen from here, whose folder is taken from it."""
-    refuse_flock(monkeypatch)
-    (tmp_path / ".lock.soft").write_text("1\nnode-7\n")
-    (tmp_path / ".owner.json").write_text(json.dumps({"pid": 1, "host": "node-7", "begin_s": 0}))
-    refused = r"process 1 on node-7.*delete .*\.lock\.soft"
-    with pytest.raises(ConfigError, match=refused), lock_run(tmp_path):
-        pass
+@pytest.mark.parametrize(
+    ("host", "is_judged"),
+    [
+        ("node-7", False),
+        (platform.node(), True),
+        (f"{platform.node()}?pidns-{os.stat('/proc/self/ns/pid').st_ino:x}", True),
+        (f"{platform.node()}?pidns-1", False),
+    ],
+)
+def test_without_flock_an_owner_elsewhere_is_not_judged(monkeypatch, tmp_path, host, is_judged):
+    """A run of another node or container, whose number is another process here, and whose folder is taken from it.
+
+    And a dead run that is shown as alive for ever in a container.
+    """
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / ".lock.soft").write_text(f"{dead.pid}\n{host}\n")
+    name = host.partition("?")[0]
+    (tmp_path / ".owner.json").write_text(json.dumps({"pid": dead.pid, "host": name, "begin_s": 0}))
+    assert (find_owner(tmp_path) is None) == is_judged
+    if not is_judged:
+        refuse_flock(monkeypatch)
+        refused = rf"process {dead.pid} on {name}.*delete .*\.lock\.soft"
+        with pytest.raises(ConfigError, match=refused), lock_run(tmp_path):
+            pass
 
 
 def test_a_folder_that_came_to_nothing_leaves_nothing(tmp_path):
@@ -201,17 +218,6 @@ def test_the_owner_is_found_while_it_lives_and_not_when_it_is_dead(start, tmp_pa
     assert ended.take() == "mine"
     ended.end()
     assert find_owner(tmp_path) is None
-
-
-@pytest.mark.parametrize("namespace", ["", f"?pidns-{os.stat('/proc/self/ns/pid').st_ino:x}", "?pidns-1"])
-def test_without_flock_an_owner_in_another_container_is_not_judged(tmp_path, namespace):
-    """In a container, a dead run that is shown as alive for ever; a run beside it that is judged by a number which is
-    another process there."""
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (tmp_path / ".lock.soft").write_text(f"{dead.pid}\n{platform.node()}{namespace}\n")
-    (tmp_path / ".owner.json").write_text(json.dumps({"pid": dead.pid, "host": platform.node(), "begin_s": 0}))
-    assert (find_owner(tmp_path) is not None) == (namespace == "?pidns-1")
 
 
 def test_an_owner_is_not_taken_for_another_process_of_its_number(start, tmp_path):
