@@ -269,11 +269,14 @@ def test_ranks_that_were_all_stopped_go_on(group: Group) -> None:
 
 
 def compute_and_end_in_turn(rank: int, heartbeat: Heartbeat) -> None:
+    """Rank 1 is busy until rank 0 ends, which watches it, and watches afterwards."""
     PLACE.append(("save", 3))
-    until_s = time.monotonic() + (1 + rank) * 1.5 * TIMEOUT_S
-    while time.monotonic() < until_s:
+    end_s = time.monotonic() + 1.5 * TIMEOUT_S
+    while time.monotonic() < end_s:
         if rank == 0:
             time.sleep(0.1)
+    while rank and time.monotonic() < end_s + 1.5 * TIMEOUT_S:
+        time.sleep(0.1)
     (find_folder() / f"ranks_{rank}").write_text(heartbeat.describe_ranks())
 
 
