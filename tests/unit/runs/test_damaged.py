@@ -194,7 +194,7 @@ ADAPTER_DAMAGES = {
     "base's hashes numbers": (lambda f: _tag(f / WEIGHTS, '{"a": 1}'), f"{WEIGHTS} is damaged"),
     "NaN": (
         lambda f: save_file({k: v * float("nan") for k, v in load_file(f / WEIGHTS).items()}, f / WEIGHTS),
-        "found NaN or infinity in base_model.model",
+        "NaN or infinity in base_model.model",
     ),
     "config cut": (lambda f: _cut(f / "adapter_config.json"), "adapter_config.json is damaged"),
     "config a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "adapter_config.json is damaged"),
