@@ -131,9 +131,9 @@ def test_only_dist_names_collectives() -> None:
     for path in [*(ROOT / "lorashard").rglob("*.py"), *(ROOT / "ui").rglob("*.py")]:
         file = path.relative_to(ROOT).as_posix()
         names = find_distributed_names(path.read_text())
-        if file in ("lorashard/group.py", "lorashard/failures.py"):
+        if file in ("lorashard/launch/elastic.py", "lorashard/runtime/failures.py"):
             names = {name for name in names if not name.startswith(ELASTIC_LAUNCHER)}
-        if names and file != "lorashard/dist.py":
+        if names and file != "lorashard/runtime/dist.py":
             found[file] = sorted(names)
     assert found == {}
 
@@ -183,10 +183,10 @@ def test_tests_ask_through_the_public_way() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from lorashard.disk import _lost",
+        "from lorashard.runtime.disk import _lost",
         "def test(): disk._lost(1)",
         "def test(): monkeypatch.setattr(disk, '_lost', None)",
-        "def test(): monkeypatch.setattr('lorashard.disk._LIMIT', 1)",
+        "def test(): monkeypatch.setattr('lorashard.runtime.disk._LIMIT', 1)",
         'SCRIPT = """\nfrom lorashard import disk\ndisk._LIMIT = 1\n"""',
     ],
 )

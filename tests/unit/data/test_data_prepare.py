@@ -15,8 +15,8 @@ import pytest
 from helpers.data import CHATML, make_tokenizer, write_jsonl
 from pydantic import ValidationError
 
+from lorashard.config.data_options import DataOptions
 from lorashard.data import prepare as prepare_module
-from lorashard.data.options import DataOptions
 from lorashard.data.prepare import prepare
 from lorashard.data.sources import open_source
 from lorashard.errors import ConfigError, DataError

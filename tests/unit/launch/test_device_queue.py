@@ -17,12 +17,12 @@ import pytest
 from helpers.paths import ROOT
 from helpers.talking import Talking
 
-from lorashard.config import RunConfig
-from lorashard.device_queue import hold_devices
-from lorashard.devices import RankChoice
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.launch import finetune
-from lorashard.status import Status
+from lorashard.launch.device_queue import hold_devices
+from lorashard.launch.launcher import finetune
+from lorashard.runs.status import Status
+from lorashard.runtime.devices import RankChoice
 
 # Holds devices in its folder's name, says which, and holds them until its stdin ends.
 HOLDER = """
@@ -30,11 +30,11 @@ import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 from helpers.nvml import Nvml, card
-from lorashard.device_queue import hold_devices
-from lorashard.devices import RankChoice
+from lorashard.launch.device_queue import hold_devices
+from lorashard.runtime.devices import RankChoice
 from lorashard.errors import RunStopped
-from lorashard.group import Signals
-from lorashard.status import told_status
+from lorashard.launch.elastic import Signals
+from lorashard.runs.status import told_status
 
 def list_cards():
     free = enumerate(json.loads(Path(os.environ["CARDS"]).read_text()))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lorashard.disk import PatientFiles, find_fault
-from lorashard.runs import Run
+from lorashard.runtime.disk import PatientFiles, find_fault
+from lorashard.runs.folder import Run
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def test_a_disks_refusal_is_known_whoever_tells_it():
 PRINT = """
 import os, sys, resource, warnings
 width = 5000 if sys.argv[1] == "much" else 0
-from lorashard.output import outlive_full_disks
+from lorashard.runtime.output import outlive_full_disks
 outlive_full_disks(is_result_elsewhere=sys.argv[1] != "result")
 import logging
 logging.basicConfig()

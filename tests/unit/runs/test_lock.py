@@ -18,14 +18,14 @@ import pytest
 from helpers.talking import Talking
 
 from lorashard.errors import ConfigError
-from lorashard.lock import find_owner, find_process, lock_run
+from lorashard.runs.lock import find_owner, find_process, lock_run
 
 # Takes the lock, says so, and holds it until its stdin ends.
 OWNER = """
 import errno, fcntl, os, sys, time
 from pathlib import Path
 from lorashard.errors import ConfigError
-from lorashard.lock import lock_run
+from lorashard.runs.lock import lock_run
 if sys.argv[2] == "no-flock":
     def refuse(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -14,17 +14,20 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 import lorashard
-from lorashard import api, joining, manifest, train
-from lorashard.callbacks import RunCallback
-from lorashard.config import RunConfig
+from lorashard import api
+from lorashard.runtime import join as joining
+from lorashard.runs import checkpoints as manifest
+from lorashard.training import train
+from lorashard.training.callbacks import RunCallback
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.forecast import describe_base, describe_training
-from lorashard.measuring import RankMeter
+from lorashard.planning.run_plan import describe_base, describe_training
+from lorashard.training.meter import RankMeter
 from lorashard.model.saved import find_adapter
-from lorashard.plan.auto import plan_given
-from lorashard.plan.choose import PlanError, explained_planning
-from lorashard.runs import Run
-from lorashard.status import Status, told_status
+from lorashard.planning.auto import plan_given
+from lorashard.planning.choose import PlanError, explained_planning
+from lorashard.runs.folder import Run
+from lorashard.runs.status import Status, told_status
 
 
 def test_a_number_that_is_none_leaves_valid_json(tmp_path):

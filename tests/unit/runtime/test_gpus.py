@@ -11,7 +11,7 @@ import psutil
 import pytest
 from helpers.nvml import GIB, Cuda, Nvml, card
 
-from lorashard.gpus import list_gpus
+from lorashard.runtime.gpus import list_gpus
 
 
 @pytest.fixture

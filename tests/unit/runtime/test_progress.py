@@ -14,12 +14,12 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
-from lorashard import progress
 from lorashard.model import converted
-from lorashard.model.identity import BaseIdentity, hash_file
 from lorashard.model.sources import MemorySource
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight
-from lorashard.progress import ProgressLines, show_amount, told_progress, told_work
+from lorashard.runtime import progress
+from lorashard.runtime.progress import ProgressLines, show_amount, told_progress, told_work
+from lorashard.weights.fingerprint import BaseIdentity, hash_file
 
 
 @pytest.fixture
