@@ -25,6 +25,7 @@ from lorashard.quantization.options import Quantization
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"
 GIB = 2**30
+TWO_LAYERS = {"num_hidden_layers": 2}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
@@ -64,17 +65,17 @@ def test_what_fits_in_4_bits_is_told_where_nothing_fits(run_plan, tmp_path):
     reason = run_plan("meta-llama/Llama-3.1-8B", *words, "--gpu_memory", "14GiB", "--json")["reason"]
     assert "nothing fits: replicate needs least, 1" in reason
     assert "; with quantization: nf4, replicate fits (6." in reason and "of 12.3 GiB)" in reason
-    build_base("llama").config.save_pretrained(tmp_path)
+    build_base("llama", num_hidden_layers=1).config.save_pretrained(tmp_path)
     reason = run_plan(str(tmp_path), *words, "--gpu_memory", "1GiB", "--json")["reason"]  # less than a GPU keeps back
     assert reason.endswith("; nor does anything with quantization: nf4")
 
 
 def base_bytes(quantization: Quantization | None) -> int:
-    return measure_model(build_meta(build_base("llama", torch.bfloat16)), quantization).base_bytes
+    return measure_model(build_meta(build_base("llama", torch.bfloat16, **TWO_LAYERS)), quantization).base_bytes
 
 
 def save_config(folder: Path, quantization: dict[str, Any]) -> str:
-    build_base("llama", torch.bfloat16).save_pretrained(folder)
+    build_base("llama", torch.bfloat16, **TWO_LAYERS).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return str(folder)
@@ -110,7 +111,7 @@ def test_files_that_are_quantised_already_are_planned_as_they_will_be_kept(run_p
 
 def test_each_operation_that_reads_a_quantised_weight_unpacks_it():
     """Catches time for the forward alone: a recomputed layer unpacks its weights three times, a saved one twice."""
-    base = build_sized("llama", torch.bfloat16)
+    base = build_sized("llama", torch.bfloat16, num_hidden_layers=3)
     layer = measure_model(build_meta(base), FORMATS[0]).layers[2]
     moved_bytes = sum(weight.unpacked_bytes for weight in layer.packed) + layer.layout.used_bytes
     for checkpointing, times in ((None, 1), ({}, 2)):
@@ -126,7 +127,7 @@ def test_each_operation_that_reads_a_quantised_weight_unpacks_it():
 
 def test_experts_are_unpacked_together_where_one_operation_reads_them_all():
     """Catches a workspace for one expert where a grouped kernel reads all of them."""
-    base = build_experts(num_hidden_layers=3)
+    base = build_experts(num_hidden_layers=1)
     lora = {"target_modules": ["q_proj"]}
     found = trace(build_meta(base, **lora), Microbatch(1, 32, "cpu"), FORMATS[0])
     assert found.workspace_bytes == 4 * 32 * 2 * 24 * 2
