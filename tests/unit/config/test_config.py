@@ -222,60 +222,60 @@ def test_defaults_are_those_that_work_for_lora() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learning_rat", "1"], r"unknown option 'learning_rat' \(command line\): did you mean 'learning_rate'\?"),
-        (["--lora_rnk", "1"], "did you mean 'lora_r"),
-        (["--zzzzzz", "1"], "--help lists the options"),
-        (["--learning_rate", "fast"], r"learning_rate: expected a number, found 'fast' \(command line\)"),
-        (["--learning_rate"], "learning_rate: expected a number, found no value"),
+        (["--learning_rat", "1"], r"'learning_rat' \(command line\): .*'learning_rate'\?"),
+        (["--lora_rnk", "1"], "lora_rnk.*'lora_r"),
+        (["--zzzzzz", "1"], "zzzzzz.*--help"),
+        (["--learning_rate", "fast"], r"learning_rate: .*'fast' \(command line\)"),
+        (["--learning_rate"], "learning_rate: .*no value"),
         (["--learning_rate", "nan"], "expected a number"),
-        (["--lora_r", "16.5"], "lora_r: expected a whole number, found '16.5'"),
-        (["--lora_r", "8", "9"], "lora_r: expected a whole number"),
+        (["--lora_r", "16.5"], "lora_r: .*whole number.*'16.5'"),
+        (["--lora_r", "8", "9"], "lora_r: .*whole number"),
         (["--lora_r", "0"], "lora_r: .*found 0"),
-        (["--packing", "maybe"], "packing: expected true or false, found 'maybe'"),
-        (["--lr_scheduler_type", "cosin"], "did you mean 'cosine'"),
-        (["--placement", "hos"], "placement: expected one of 'auto', .*did you mean 'host'"),
-        (["--resident_layers", "-1"], "resident_layers: expected 0 or more"),
-        (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has no meaning"),
+        (["--packing", "maybe"], "packing: .*'maybe'"),
+        (["--lr_scheduler_type", "cosin"], "lr_scheduler_type: .*'cosine'"),
+        (["--placement", "hos"], "placement: .*'auto', .*mean 'host'"),
+        (["--resident_layers", "-1"], "resident_layers: .*0 or more"),
+        (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has"),
         (
             ["--activation_checkpointing_layers", "auto", "--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
-            "both say which layers are recomputed",
+            "activation_checkpointing_layers: .*every_n_layers",
         ),
-        (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "would keep the whole base on each device"),
-        (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: true means placement: host"),
+        (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "placement: host .*placement: replicate"),
+        (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: .*placement: host"),
         (["--sharding_strategy", "NO_SHARD", "--placement", "shard"], "means placement: replicate"),
-        (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank are the same option, with two values, 8 and 9"),
-        (["--lora_r", "8", "--lora_r", "9"], "lora_r is given twice"),
-        (["--activation_checkpointing", "--gradient_checkpointing", "no"], "are the same option"),
-        (["--fsdp", "full_shard"], "fsdp is not an option here .*shards the frozen base itself"),
-        (["--deepspeed", "zero3.json"], "shards the frozen base itself"),
-        (["--ddp_find_unused_parameters", "true"], "must be False .*: every adapter parameter"),
-        (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "prepares the data itself"),
+        (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank .*, 8 and 9"),
+        (["--lora_r", "8", "--lora_r", "9"], "lora_r .*twice"),
+        (["--activation_checkpointing", "--gradient_checkpointing", "no"], "gradient_checkpointing .*same option"),
+        (["--fsdp", "full_shard"], "fsdp .*shards the frozen base"),
+        (["--deepspeed", "zero3.json"], "deepspeed .*shards the frozen base"),
+        (["--ddp_find_unused_parameters", "true"], "ddp_find_unused_parameters .*False"),
+        (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "dataset_kwargs"),
         (["--warmup_ratio", "0.1"], "warmup_steps"),
-        (["--gpus", "1", "--cpu", "1"], "gpus and cpu are both given"),
-        (["--gpus", "0"], "gpus: expected a count"),
-        (["--gpus", "1,1"], "gpus: expected different ids"),
+        (["--gpus", "1", "--cpu", "1"], "gpus and cpu"),
+        (["--gpus", "0"], "gpus: .*a count"),
+        (["--gpus", "1,1"], "gpus: .*different ids"),
         (["--cpu", "0"], "cpu: .*found 0"),
-        (["--fp16", "--bf16"], "bf16 and fp16 are both true"),
+        (["--fp16", "--bf16"], "bf16 and fp16"),
         (["--bf16", "--dtype", "float32"], "contradict"),
         (["--fp16", "no", "--dtype", "float16"], "contradict"),
-        (["--fp16", "--cpu", "1"], "float16 needs a GPU"),
+        (["--fp16", "--cpu", "1"], "float16 .*GPU"),
         (["--packing", "--max_length", "null"], "packing needs max_length"),
         (["--eval_strategy", "steps"], "no eval_dataset"),
         (["-gpus", "4"], "found '-gpus'"),
-        (["--trainer", "x"], "unknown option 'trainer'"),
-        (["--quantization", "fp4"], "quantization: expected one of 'none', 'nf4', 'int8', 'fp8', .*did you mean 'nf4'"),
-        (["--quantisation", "nf4"], "did you mean 'quantization'"),
-        (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .* ask for int8 and nf4"),
-        (["--quantization", "none", "--load_in_4bit"], "load_in_4bit is given together with quantization: none"),
-        (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant is for .*nf4, found int8"),
-        (["--include_input_output_embeddings"], "expected quantization with it, found quantization: none"),
+        (["--trainer", "x"], "option 'trainer'"),
+        (["--quantization", "fp4"], "quantization: .*'none', 'nf4', 'int8', 'fp8', .*mean 'nf4'"),
+        (["--quantisation", "nf4"], "quantisation.*'quantization'"),
+        (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .*int8 and nf4"),
+        (["--quantization", "none", "--load_in_4bit"], "load_in_4bit .*quantization: none"),
+        (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant .*nf4, found int8"),
+        (["--include_input_output_embeddings"], "include_input_output_embeddings: .*quantization: none"),
         (
             ["--load_in_8bit", "--include_input_output_embeddings", "--use_liger_kernel"],
-            "not tried with a quantised one",
+            "use_liger_kernel",
         ),
-        (["--bnb_4bit_quant_type", "nf4"], "nf4 is the only 4-bit format here"),
-        (["--llm_int8_threshold", "6"], "int8 keeps a scale for each row"),
-        (["--quantization_bit", "4"], "give quantization: nf4 for 4 bits"),
+        (["--bnb_4bit_quant_type", "nf4"], "nf4 .*4-bit format"),
+        (["--llm_int8_threshold", "6"], "llm_int8_threshold"),
+        (["--quantization_bit", "4"], "quantization_bit.*quantization: nf4"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: str) -> None:
@@ -289,16 +289,16 @@ def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lora_r: 8\nlora_r: 8\n", "run.yaml, line 5: 'lora_r' is given twice, first in line 4"),
-        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "run.yaml, line 6: 'a' is given twice"),
-        ("lora_r: 8\nlora_alpha: many\n", r"lora_alpha: expected a whole number, found 'many' \(.*run.yaml, line 5\)"),
-        ("lora_r:\n", "lora_r: expected a whole number, found nothing"),
-        ("lora:\n  r: 8\n", r"unknown option 'lora' \(.*line 4\): the options are flat"),
+        ("lora_r: 8\nlora_r: 8\n", "run.yaml, line 5: 'lora_r' .*line 4"),
+        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "run.yaml, line 6: 'a' "),
+        ("lora_r: 8\nlora_alpha: many\n", r"lora_alpha: .*'many' \(.*run.yaml, line 5\)"),
+        ("lora_r:\n", "lora_r: .*found nothing"),
+        ("lora:\n  r: 8\n", r"'lora' \(.*line 4\): .*flat"),
         ("lora_r: [8\n", "line 5: not valid YAML"),
-        ("? [a, b]\n: 1\n", "line 4: expected the name of an option, found a list"),
-        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules: expected text, found {'a': 1}"),
-        ("r: 8\nlora_r: 9\n", r"r and lora_r are the same option, with two values, 8 and 9 \(.*line 5\)"),
-        ("base_model: other/model\n", "model and base_model are the same option"),
+        ("? [a, b]\n: 1\n", "line 4: .*found a list"),
+        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules: .*{'a': 1}"),
+        ("r: 8\nlora_r: 9\n", r"r and lora_r .*, 8 and 9 \(.*line 5\)"),
+        ("base_model: other/model\n", "model and base_model"),
     ],
 )
 def test_mistakes_in_yaml_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
@@ -318,7 +318,7 @@ def test_yaml_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
     """Catches a traceback for a wrong path."""
-    with pytest.raises(ConfigError, match="absent.yaml cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="absent.yaml.*No such file"):
         RunConfig.resolve(tmp_path / "absent.yaml", REQUIRED)
 
 
@@ -347,7 +347,7 @@ def test_python_code_takes_the_same_names() -> None:
     config = RunConfig(model="org/model", dataset="rows.jsonl", max_steps=5, lora_rank=4)
 
     assert (config.model_name_or_path, config.lora_r, config.trainer) == ("org/model", 4, {"max_steps": 5})
-    with pytest.raises(ConfigError, match="max_steps: expected a whole number, found 'five'"):
+    with pytest.raises(ConfigError, match="max_steps: .*'five'"):
         RunConfig(model="org/model", dataset="rows.jsonl", max_steps="five")
 
 
@@ -378,7 +378,7 @@ def test_annotations_of_every_style_are_understood(annotation: str, kinds: set[s
 
 def test_words_without_an_option_are_refused() -> None:
     """Catches a stray word that is swallowed."""
-    with pytest.raises(ConfigError, match="expected an option such as .*, found 'stray'"):
+    with pytest.raises(ConfigError, match="--.*'stray'"):
         read_command_line(["stray", "--lora_r", "8"])
 
 
@@ -390,7 +390,7 @@ def test_offloading_needs_a_gpu(option):
     from lorashard.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
-    with pytest.raises(ConfigError, match="moves activations from a GPU"):
+    with pytest.raises(ConfigError, match="offload"):
         build_arguments(config, use_cpu=True)
 
 
@@ -409,13 +409,13 @@ def test_liger_needs_a_gpu():
     from lorashard.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", use_liger_kernel=True)
-    with pytest.raises(ConfigError, match="run on GPUs"):
+    with pytest.raises(ConfigError, match="GPUs"):
         build_arguments(config, use_cpu=True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"format": "nf5"}, "expected nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
+    [({"format": "nf5"}, "nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
 )
 def test_a_quantization_of_a_script_is_checked_as_an_option_is(options, message):
     """A misspelt format would quietly be another one, and a second quantisation of no scales is none."""

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from helpers.engine import CPU
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lorashard.engine import Placeholder
 from lorashard.errors import ShardError
@@ -145,7 +146,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "init": lambda weight: nn.init.normal_(weight),
     "resize": lambda weight: weight.resize_(2),
     "set_": lambda weight: weight.set_(torch.ones(SHAPE)),
-    "many at once": lambda weight: nn.utils.vector_to_parameters(torch.ones(24), [weight]),
+    "many at once": lambda weight: get_ema_multi_avg_fn()([weight], [torch.ones(SHAPE)], 1),
 }
 STORES: dict[str, Callable[[torch.Tensor], object]] = {
     "pickle": lambda weight: pickle.dumps(weight),

