@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -26,34 +25,9 @@ def resolve_yaml(tmp_path: Path, text: str, *words: str) -> RunConfig:
     return RunConfig.resolve(path, words)
 
 
-def test_trainer_options_are_exactly_those_of_the_installed_class() -> None:
-    """Catches a base class or field that reading the source misses or makes up."""
-    from trl import SFTConfig
-
-    assert set(read_trainer_options()) == {field.name for field in dataclasses.fields(SFTConfig) if field.init}
-
-
-def test_installed_class_takes_the_trainer_options() -> None:
-    """Catches an option spelt for another version of transformers, and defaults that TRL refuses."""
-    from trl import SFTConfig
-
-    words = ["--activation_checkpointing_kwargs", '{"use_reentrant": false}', "--gradient_checkpointing", "--cpu", "1"]
-    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3").with_dtype("bfloat16")
-    built = SFTConfig(output_dir="out", use_cpu=True, **config.trainer_options)
-
-    assert built.learning_rate == 2e-4
-    assert built.lr_scheduler_type == "cosine"
-    assert built.eval_strategy == "epoch"
-    assert built.max_steps == 3
-    assert built.gradient_checkpointing is True
-    assert built.gradient_checkpointing_kwargs == {"use_reentrant": False}
-    assert (built.bf16, built.fp16) == (True, False)
-
-
 def test_tables_name_real_options() -> None:
     """Catches an alias of nothing, and a table entry that hides an option lorashard has."""
     known = read_known_options()
-
     assert set(ALIASES.values()) <= set(known)
     assert set(PINNED_OPTIONS) <= set(read_trainer_options())
     assert not set(HINTS) & (set(known) | set(ALIASES))
@@ -65,7 +39,6 @@ def test_tables_name_real_options() -> None:
 def test_data_options_are_those_of_the_data() -> None:
     """Catches a data option that is lost on its way."""
     options = DataOptions(**resolve("--max_seq_length", "77", "--packing", "--seed", "3").data_options())
-
     assert (options.max_length, options.packing, options.seed) == (77, True, 3)
     assert resolve("--seed", "3").trainer_options["seed"] == 3
 
@@ -75,7 +48,6 @@ def test_lora_options_build_a_lora_config() -> None:
     from peft import LoraConfig
 
     lora = LoraConfig(**resolve("--lora_rank", "4", "--lora_target_modules", "q_proj", "v_proj").lora_options())
-
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (4, 32, 0.0)
     assert set(lora.target_modules) == {"q_proj", "v_proj"}
 
@@ -104,7 +76,6 @@ def test_lora_options_build_a_lora_config() -> None:
 def test_command_line_values_take_their_options_type(words: list[str], name: str, expected: object) -> None:
     """Catches text that reaches the trainer as text, or a value changed by a guess at its type."""
     found = resolve(*words).trainer_options[name]
-
     assert found == expected
     assert type(found) is type(expected)
 
@@ -140,7 +111,6 @@ def test_yaml_values_mean_what_the_option_says(tmp_path: Path) -> None:
         tmp_path,
         text + "lr_scheduler_kwargs:\n  num_cycles: 2\n  mode: no\n  scale: 1e-3\nmax_grad_norm: 1\nhub_revision:\n",
     )
-
     assert config.packing is True
     assert config.trainer == {
         "save_strategy": "no",
@@ -156,7 +126,6 @@ def test_yaml_values_mean_what_the_option_says(tmp_path: Path) -> None:
 def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
     """Catches a wrong order of precedence, also where the two use different spellings."""
     config = resolve_yaml(tmp_path, "lora_rank: 4\nlora_alpha: 8\nlr: 1e-3\n", "--r", "2", "--learning_rate", "1e-2")
-
     assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (2, 8, 0.0)
     assert config.trainer_options["learning_rate"] == 1e-2
 
@@ -168,7 +137,6 @@ def test_resolved_yaml_reads_back_to_the_same_run(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_text(config.to_yaml())
     again = RunConfig.resolve(path, [])
-
     assert again.trainer_options == config.trainer_options
     assert again.model_dump(exclude={"trainer"}) == config.model_dump(exclude={"trainer"})
     assert again.to_yaml() == config.to_yaml()
@@ -194,29 +162,27 @@ def test_a_quantised_base_by_any_name_is_resolved_to_one(tmp_path: Path, words: 
     assert resolve().resolve_quantization() is None
 
 
-def test_an_empty_yaml_file_is_fine(tmp_path: Path) -> None:
-    """Catches a crash on a file with nothing but comments."""
-    path = tmp_path / "run.yaml"
-    path.write_text("# nothing yet\n")
-
-    assert read_yaml_options(path) == []
-
-
 def test_home_is_expanded_as_the_trainer_does() -> None:
     """Catches logs in a folder named `~`, with the checkpoints elsewhere."""
     config = RunConfig(model="m", dataset="d", output_dir="~/run")
-
     assert config.output_dir == str(Path.home() / "run")
 
 
 def test_defaults_are_those_that_work_for_lora() -> None:
-    """Catches a default that drifts."""
-    config = resolve()
+    """Catches a default that drifts, one that TRL refuses, and an option spelt for another version of transformers."""
+    from trl import SFTConfig
 
+    config = resolve()
     assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (16, 32, "all-linear")
     assert (config.placement, config.dtype, config.activation_checkpointing) == ("auto", "auto", True)
     assert config.trainer_options["report_to"] == "none"
     assert "eval_strategy" not in config.trainer_options
+    words = ["--activation_checkpointing_kwargs", '{"use_reentrant": false}', "--gradient_checkpointing", "--cpu", "1"]
+    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3").with_dtype("bfloat16")
+    built = SFTConfig(output_dir="out", use_cpu=True, **config.trainer_options)
+    assert (built.learning_rate, built.lr_scheduler_type, built.eval_strategy) == (2e-4, "cosine", "epoch")
+    assert (built.max_steps, built.bf16, built.fp16) == (3, True, False)
+    assert (built.gradient_checkpointing, built.gradient_checkpointing_kwargs) == (True, {"use_reentrant": False})
 
 
 @pytest.mark.parametrize(
@@ -246,8 +212,8 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank .*, 8 and 9"),
         (["--lora_r", "8", "--lora_r", "9"], "lora_r .*twice"),
         (["--activation_checkpointing", "--gradient_checkpointing", "no"], "gradient_checkpointing .*same option"),
-        (["--fsdp", "full_shard"], "fsdp .*shards the frozen base"),
-        (["--deepspeed", "zero3.json"], "deepspeed .*shards the frozen base"),
+        (["--fsdp", "full_shard"], "fsdp .*frozen base"),
+        (["--deepspeed", "zero3.json"], "deepspeed .*frozen base"),
         (["--ddp_find_unused_parameters", "true"], "ddp_find_unused_parameters .*False"),
         (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "dataset_kwargs"),
         (["--warmup_ratio", "0.1"], "warmup_steps"),
@@ -282,7 +248,6 @@ def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: 
     """Catches a mistake that is passed over, or that is answered with a stack of validation errors."""
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(*words)
-
     assert "\n" not in str(caught.value)
 
 
@@ -316,8 +281,11 @@ def test_yaml_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
         RunConfig.resolve(path, REQUIRED)
 
 
-def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
-    """Catches a traceback for a wrong path."""
+def test_a_yaml_file_may_be_empty_and_not_absent(tmp_path: Path) -> None:
+    """Catches a crash on a file with nothing but comments, and a traceback for a wrong path."""
+    path = tmp_path / "run.yaml"
+    path.write_text("# nothing yet\n")
+    assert read_yaml_options(path) == []
     with pytest.raises(ConfigError, match="absent.yaml.*No such file"):
         RunConfig.resolve(tmp_path / "absent.yaml", REQUIRED)
 
@@ -330,7 +298,6 @@ def test_the_same_value_by_two_names_is_no_contradiction() -> None:
 def test_defaults_of_other_tools_are_no_choice(tmp_path: Path) -> None:
     """Catches a refusal of `fsdp: null`, which dumped configurations hold."""
     config = resolve_yaml(tmp_path, "fsdp: null\ndeepspeed:\nddp_find_unused_parameters: false\ndo_train: true\n")
-
     assert config.trainer == {}
 
 
@@ -345,7 +312,6 @@ def test_a_missing_option_is_named(missing: str) -> None:
 def test_python_code_takes_the_same_names() -> None:
     """Catches a constructor that knows less than the command line."""
     config = RunConfig(model="org/model", dataset="rows.jsonl", max_steps=5, lora_rank=4)
-
     assert (config.model_name_or_path, config.lora_r, config.trainer) == ("org/model", 4, {"max_steps": 5})
     with pytest.raises(ConfigError, match="max_steps: .*'five'"):
         RunConfig(model="org/model", dataset="rows.jsonl", max_steps="five")
@@ -356,7 +322,6 @@ def test_old_transformers_gets_its_own_spelling(monkeypatch: pytest.MonkeyPatch)
     known = {name: option for name, option in read_trainer_options().items() if not name.startswith("activation_check")}
     monkeypatch.setattr("lorashard.config.read_trainer_options", lambda *_: known)
     options = resolve("--activation_checkpointing", "--activation_checkpointing_kwargs", "{a: 1}").trainer_options
-
     assert options["gradient_checkpointing"] is True
     assert options["gradient_checkpointing_kwargs"] == {"a": 1}
     assert not [name for name in options if name.startswith("activation_check")]
@@ -383,14 +348,19 @@ def test_words_without_an_option_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ({"activation_offloading": True}, {"activation_checkpointing_kwargs": {"offload": True}})
+    ("option", "message"),
+    (
+        ({"activation_offloading": True}, "activation_offloading"),
+        ({"activation_checkpointing_kwargs": {"offload": True}}, "offload"),
+        ({"use_liger_kernel": True}, "liger"),
+    ),
 )
-def test_offloading_needs_a_gpu(option):
-    """Catches a crash inside torch's pinned allocator, after the model has been loaded."""
+def test_what_needs_a_gpu_is_refused_without_one(option, message):
+    """Catches a crash inside torch's pinned allocator or a kernel, after the model has been loaded."""
     from lorashard.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
-    with pytest.raises(ConfigError, match="offload"):
+    with pytest.raises(ConfigError, match=f"(?i){message}.*GPU"):
         build_arguments(config, use_cpu=True)
 
 
@@ -402,15 +372,6 @@ def test_torch_compile_is_lorashards_own():
     config = RunConfig(**options, torch_compile_backend="inductor", torch_compile_mode="default")
     assert config.compile_options() == {"backend": "inductor", "mode": "default"}
     assert not [name for name in config.trainer_options if "compile" in name]
-
-
-def test_liger_needs_a_gpu():
-    """Catches a failure inside a kernel in the first step, after the model has been loaded."""
-    from lorashard.train import build_arguments
-
-    config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", use_liger_kernel=True)
-    with pytest.raises(ConfigError, match="GPUs"):
-        build_arguments(config, use_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_the_options_reach_peft(tmp_path):
     [
         (["--init_lora_weights", "corda"], "rewrites the base"),
         (["--init_lora_weights", "pissa_niter_x"], "rewrites the base"),
-        (["--init_lora_weights", "gausian"], "or olora, found 'gausian'"),
+        (["--init_lora_weights", "gausian"], "found 'gausian'"),
         (["--init_lora_weights", "loftq"], "found quantization: none"),
         (["--init_lora_weights", "loftq", "--load_in_8bit"], "found quantization: int8"),
         (["--init_lora_weights", "loftq", "--load_in_4bit"], "expected 16 with lora_r 16, found 32"),

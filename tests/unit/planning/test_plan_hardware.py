@@ -151,7 +151,7 @@ def test_without_gpus_and_names_a_plan_says_what_to_give(base, capsys):
 def test_memory_alone_is_planned_for_with_a_note(base, capsys):
     """Catches speeds of some card taken for granted."""
     assert main(["plan", "--model", base, "--gpus", "4", "--gpu_memory", "24GiB", "--max_length", "64"]) == 0
-    assert "note: no such GPUs" in capsys.readouterr().out
+    assert "note: no such" in capsys.readouterr().out
 
 
 def test_ranks_on_the_cpu_are_planned_for(base, tmp_path, monkeypatch, capsys):
