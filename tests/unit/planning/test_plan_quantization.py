@@ -61,7 +61,7 @@ def test_a_70b_in_4_bits_is_planned_for_two_cards_of_24_gb(run_plan):
 
 def test_what_fits_in_4_bits_is_told_where_nothing_fits(run_plan, tmp_path):
     """Catches a refusal that sends a person to buy GPUs, where an option would do, and one that promises too much."""
-    words = ("--gpu_type", "l4", "--gpus", "1", "--placement", "replicate", "--per_device_train_batch_size", "1")
+    words = ("--gpu_type", "l4", "--gpus", "1", "--placement", "replicate", "--max_length", "64")
     reason = run_plan("meta-llama/Llama-3.1-8B", *words, "--gpu_memory", "14GiB", "--json")["reason"]
     assert "nothing fits: replicate" in reason
     assert "; with quantization: nf4, replicate fits (6." in reason and "of 12.3 GiB)" in reason
@@ -84,7 +84,7 @@ def save_config(folder: Path, quantization: dict[str, Any]) -> str:
 def test_files_that_are_quantised_already_are_planned_as_they_will_be_kept(run_plan, tmp_path):
     """Catches packed numbers counted as parameters, bytes that are unpacked while they are read, and modules that are
     in 16 bits in the files, as in the dynamic ones of the hub, planned in 4."""
-    words = ("--gpu_type", "l4", "--gpus", "1", "--json")
+    words = ("--gpu_type", "l4", "--gpus", "1", "--max_length", "64", "--json")
     stored = {
         "nf4": NF4,
         "nf4 but an MLP": NF4 | {"llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp"]},
