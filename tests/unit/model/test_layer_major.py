@@ -130,6 +130,15 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def check(batch: dict[str, Any], size: int, num_pieces: int, family: str = "llama", **options: Any) -> None:
+    """Compare a model that is split with the whole one."""
+    attention = options.get("attention", "sdpa")
+    model = split(build(family, **options), size)
+    count = count_pieces(model)
+    assert_close(take_results(model, batch), take_results(build(family, attention=attention), batch))
+    assert count == [num_pieces]
+
+
 @pytest.mark.parametrize(("family", "attention", "checkpointing", "size"), CASES)
 def test_pieces_give_the_whole_batchs_gradients(family, attention, checkpointing, size):
     """Rows in the wrong order, a mask or position that belongs to other rows, a row too many in the last piece; of a
@@ -137,10 +146,7 @@ def test_pieces_give_the_whole_batchs_gradients(family, attention, checkpointing
     packed = make_packed_batch()
     without_lengths = {name: packed[name] for name in ("input_ids", "labels", "position_ids")}
     for batch in (make_padded_batch(), packed, without_lengths):
-        model = split(build(family, checkpointing, attention), size)
-        count = count_pieces(model)
-        assert_close(take_results(model, batch), take_results(build(family, attention=attention), batch))
-        assert count == [-(-5 // size)]
+        check(batch, size, -(-5 // size), family, checkpointing=checkpointing, attention=attention)
 
 
 def flash_by_loops(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, position_ids=None, **kwargs):
@@ -189,19 +195,16 @@ def test_tensors_that_change_in_place_are_read_again():
     assert_close(take_results(model, batch), take_results(build(), changed))
 
 
-def test_rows_of_several_packed_sequences_are_cut_by_rows():
-    """Positions that begin anew within rows must not be taken for a packed row's."""
+def test_what_looks_like_something_else_is_cut_by_rows():
+    """Positions that begin anew within rows, taken for a packed row's; what has the batch's size by chance: positions
+    of [tokens], a mask of [rows, tokens]."""
     batch = make_batch(rows=3, tokens=10) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]] * 3)}
     batch["position_ids"][1] = torch.arange(10)
-    assert_close(take_results(split(build(), 2), batch), take_results(build(), batch))
-
-
-def test_as_many_tokens_as_rows_are_no_rows():
-    """What has the batch's size by chance: positions of [tokens], a mask of [rows, tokens]."""
+    check(batch, 2, 2)
     batch = make_padded_batch(rows=4, tokens=4)
     batch |= {"cache_position": torch.arange(4), "num_items_in_batch": torch.tensor(9)}
     for family in ("llama", "gemma3"):
-        assert_close(take_results(split(build(family), 1), batch), take_results(build(family), batch))
+        check(batch, 1, 4, family)
 
 
 def test_accumulated_microbatches_give_the_same():
@@ -282,32 +285,25 @@ def test_arguments_come_by_position_or_by_name_and_tuples_come_back():
 
 def test_evaluation_is_split_too():
     """Evaluation of a large batch takes a unit's memory as well."""
-    batch = make_padded_batch()
     model, plain = split(build(), 2).eval(), build().eval()
-    for context in (torch.no_grad, torch.inference_mode):
-        for inputs, num_pieces in ((batch, 3), (make_packed_batch(), 3)):
-            count = count_pieces(model)
-            with context():
-                torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-6)
-            assert count == [num_pieces]
+    for context, batch in ((torch.no_grad, make_padded_batch()), (torch.inference_mode, make_packed_batch())):
+        count = count_pieces(model)
+        with context():
+            torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-5, atol=1e-6)
+        assert count == [3]
 
 
-def test_a_cache_keeps_the_batch_whole():
-    """A cache that each piece adds its rows to would hold other rows' keys."""
+def test_a_cache_keeps_the_batch_whole_unless_it_is_dropped():
+    """A cache that each piece adds its rows to would hold other rows' keys. Under activation checkpointing transformers
+    drops it inside of the checkpoint; outside of it, it would keep every training batch whole."""
     batch = make_batch(rows=3)
     model, plain = split(build(), 1).eval(), build().eval()
     count = count_pieces(model)
     tokens = [m.generate(batch["input_ids"], max_new_tokens=4, do_sample=False, use_cache=True) for m in (model, plain)]
-    assert torch.equal(*tokens)
-    assert count == [4]
-
-
-def test_a_cache_is_dropped_under_activation_checkpointing():
-    """transformers drops it inside of the checkpoint; outside of it, it would keep every training batch whole."""
-    batch = make_batch(rows=4) | {"past_key_values": DynamicCache()}
+    assert torch.equal(*tokens) and count == [4]
     model = split(build(checkpointing="non-reentrant"), 2)
     count = count_pieces(model)
-    assert_close(take_results(model, batch), take_results(build(), make_batch(rows=4)))
+    assert_close(take_results(model, batch | {"past_key_values": DynamicCache()}), take_results(build(), batch))
     assert count == [2]
 
 
@@ -421,7 +417,7 @@ def block_diagonal(*lengths: int) -> torch.Tensor:
     return torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None, None]
 
 
-def test_sequences_are_found_in_the_mask():
+def test_sequences_are_found_in_masks_and_positions():
     """A cut through a sequence, or at every padding token of a row, which nothing sees and which sees nothing."""
     for mask, expected in (
         (block_diagonal(3, 1, 2), [0, 3, 4]),
@@ -434,11 +430,7 @@ def test_sequences_are_found_in_the_mask():
     ):
         additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
         assert find_mask_starts(mask) == find_mask_starts(additive) == find_mask_starts(additive * 2) == expected
-
-
-def test_positions_need_not_begin_at_the_least():
-    """The first sequence of a row begins with the row."""
-    assert find_position_starts(torch.tensor([[4, 5, 0, 1, 2, 0]])) == [0, 2, 5]
+    assert find_position_starts(torch.tensor([[4, 5, 0, 1, 2, 0]])) == [0, 2, 5]  # the first begins with the row
 
 
 def test_each_argument_is_cut_along_its_own_dimension():

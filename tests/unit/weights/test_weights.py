@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
+from helpers.sizes import DEEPSEEK, GPT2, GPT_OSS, LLAMA, MIXTRAL, QWEN_MOE
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -29,36 +30,8 @@ from lorashard.model import weights as weights_module
 from lorashard.model.checkpoint import Checkpoint
 from lorashard.model.weights import BaseWeights
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
-GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-DEEPSEEK = {
-    **SMALL,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 12,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-# Twelve experts: sorted as text, expert 10 would come before expert 2.
-QWEN_MOE = {**SMALL, "moe_intermediate_size": 24, "num_experts": 12, "num_experts_per_tok": 2, "head_dim": 8}
-GPT_OSS = {**SMALL, "num_local_experts": 4, "head_dim": 8}
-MIXTRAL = {**SMALL, "num_local_experts": 12, "num_experts_per_tok": 2}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+UNTIED = {**LLAMA, "tie_word_embeddings": False}
 
 
 def save_model(folder, class_name, options, *, dtype=torch.bfloat16, auto=AutoModelForCausalLM, **save_options):
@@ -133,11 +106,11 @@ def assert_same_as_from_pretrained(folder, dtype, auto=AutoModelForCausalLM, **o
 @pytest.mark.parametrize(
     ("class_name", "options", "dtype"),
     [
-        ("Llama", {**SMALL, "tie_word_embeddings": True}, torch.bfloat16),
-        ("Llama", {**SMALL, "tie_word_embeddings": False}, torch.float16),
-        ("Qwen3", {**SMALL, "head_dim": 8}, torch.bfloat16),
+        ("Llama", TIED, torch.bfloat16),
+        ("Llama", UNTIED, torch.float16),
+        ("Qwen3", {**LLAMA, "head_dim": 8}, torch.bfloat16),
         ("GPT2", GPT2, torch.bfloat16),
-        ("Gemma", {**SMALL, "head_dim": 8}, torch.bfloat16),
+        ("Gemma", {**LLAMA, "head_dim": 8}, torch.bfloat16),
         ("Mixtral", MIXTRAL, torch.bfloat16),
         ("Qwen3Moe", QWEN_MOE, torch.bfloat16),
         *(("DeepseekV3", DEEPSEEK, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
@@ -191,15 +164,12 @@ def test_the_fp32_modules_are_what_the_cases_above_cover(tmp_path):
         assert plan(tmp_path / class_name, dtype).target_dtype(name) == expected
 
 
-@pytest.mark.parametrize(("class_name", "options"), [("Llama", SMALL), ("Qwen3Moe", QWEN_MOE)])
+@pytest.mark.parametrize(("class_name", "options"), [("Llama", LLAMA), ("Qwen3Moe", QWEN_MOE)])
 def test_sharded_checkpoints_equal_from_pretrained(tmp_path, class_name, options):
     """One expert's tensors in other files than the next one's, or a tensor sought in the wrong file."""
     save_model(tmp_path, class_name, options, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
-
-
-TIED = {**SMALL, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +179,7 @@ TIED = {**SMALL, "tie_word_embeddings": True}
         ("GPT2", GPT2, lambda t: {key.removeprefix("transformer."): tensor for key, tensor in t.items()}),
         # Old checkpoints hold masks, or rotary frequencies, in each layer.
         ("GPT2", GPT2, lambda t: t | {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}),
-        ("Llama", SMALL, lambda t: t | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        ("Llama", LLAMA, lambda t: t | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
         # The head alone, for a tied model, or both.
         ("Llama", TIED, lambda t: {key.replace("model.embed_tokens", "lm_head"): tensor for key, tensor in t.items()}),
         ("Llama", TIED, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
@@ -225,7 +195,7 @@ def test_what_is_stored_otherwise_is_found(tmp_path, class_name, options, change
 
 def test_keys_with_a_base_prefix_that_the_model_lacks(tmp_path):
     """The bare model from a causal LM's checkpoint."""
-    save_model(tmp_path, "Llama", SMALL)
+    save_model(tmp_path, "Llama", LLAMA)
     assert_same_as_from_pretrained(
         tmp_path, torch.bfloat16, transformers.AutoModel, allow_unexpected=("lm_head.weight",)
     )
@@ -249,7 +219,7 @@ def test_tied_weights_stored_twice_must_be_equal(tmp_path, monkeypatch):
 
 def test_a_new_head_is_missing_unless_allowed(tmp_path):
     """A reward model from a causal LM: the new head must be reported, then left to whoever trains it."""
-    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": False})
+    save_model(tmp_path, "Llama", UNTIED)
     auto = AutoModelForSequenceClassification
     message = plan_error(tmp_path, auto=auto)
     assert "1 missing: score.weight" in message and "1 unexpected: lm_head.weight" in message
@@ -265,7 +235,7 @@ def test_a_new_head_is_missing_unless_allowed(tmp_path):
 
 def test_what_does_not_fit_is_listed_before_anything_is_read(tmp_path):
     """One message with every fault, so that the person need not start again for each."""
-    save_model(tmp_path, "Llama", {**SMALL, "tie_word_embeddings": False})
+    save_model(tmp_path, "Llama", UNTIED)
 
     def change(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -296,7 +266,7 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
         ("Mixtral", MIXTRAL, drop(f"{EXPERT}.w1.weight"), rf"1 not convertible: {GATE_UP} \((?!.*missing)"),
         ("Mixtral", MIXTRAL, drop(EXPERT), rf"{GATE_UP} \(\[12, 96, 32\] in the model, \[11, 96, 32\]"),
         # Which of two counts is an accident of their names.
-        ("Llama", SMALL, lambda t: t | {"norm.weight": torch.ones(32)}, "model.norm.weight .*twice"),
+        ("Llama", LLAMA, lambda t: t | {"norm.weight": torch.ones(32)}, "model.norm.weight .*twice"),
     ],
 )
 def test_what_is_lost_or_stored_twice_is_named(tmp_path, class_name, options, change, message):
@@ -308,7 +278,7 @@ def test_what_is_lost_or_stored_twice_is_named(tmp_path, class_name, options, ch
 
 def test_quantised_checkpoints_are_refused(tmp_path):
     """Packed 4-bit weights would be listed as hundreds of wrong shapes, or worse, fit."""
-    save_model(tmp_path, "Llama", SMALL)
+    save_model(tmp_path, "Llama", LLAMA)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -317,7 +287,7 @@ def test_quantised_checkpoints_are_refused(tmp_path):
 
 def test_a_skeleton_in_another_dtype_is_refused(tmp_path):
     """The loader follows the skeleton's dtypes: a float32 skeleton would silently double the memory."""
-    save_model(tmp_path, "Llama", SMALL)
+    save_model(tmp_path, "Llama", LLAMA)
     with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16"):
         BaseWeights.plan(build_skeleton(tmp_path, torch.float32), Checkpoint.open(tmp_path), torch.bfloat16)
 
@@ -325,7 +295,7 @@ def test_a_skeleton_in_another_dtype_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("class_name", "options", "stored", "world_size"),
     [
-        ("Llama", SMALL, torch.float32, 2),
+        ("Llama", LLAMA, torch.float32, 2),
         ("Qwen3Moe", QWEN_MOE, torch.bfloat16, 3),
         ("Mixtral", MIXTRAL, torch.bfloat16, 2),
         ("Mixtral", MIXTRAL, torch.float32, 3),
@@ -377,7 +347,7 @@ def fused_llama(tmp_path, register_conversions):
     save_model(
         tmp_path,
         "Llama",
-        {**SMALL, "num_key_value_heads": 4, "head_dim": 6, "tie_word_embeddings": True},
+        {**LLAMA, "num_key_value_heads": 4, "head_dim": 6, "tie_word_embeddings": True},
         dtype=torch.float32,
     )
 
@@ -405,7 +375,7 @@ def test_conversions_equal_from_pretrained(fused_llama, dtype):
 
 def test_a_renaming_that_leads_nowhere_is_not_applied(tmp_path, register_conversions):
     """transformers keeps a key that the model knows, where a renaming meant for older files would take it away."""
-    save_model(tmp_path, "Llama", SMALL)
+    save_model(tmp_path, "Llama", LLAMA)
     register_conversions([WeightRenaming("mlp.gate_proj", "mlp.w1")])
     assert_same_as_from_pretrained(tmp_path, torch.bfloat16)
 
@@ -419,7 +389,7 @@ def test_what_a_conversion_makes_must_not_be_stored_as_well(fused_llama):
 
 def test_what_a_conversion_makes_must_be_in_the_model(tmp_path, register_conversions):
     """A fused tensor with a part that the model has no place for is unexpected, not a KeyError."""
-    save_model(tmp_path, "Llama", SMALL)
+    save_model(tmp_path, "Llama", LLAMA)
     targets = ["mlp.gate_proj.weight", "mlp.side_proj.weight"]
     register_conversions([WeightConverter("mlp.wide.weight", targets, [Chunk(dim=0)])])
 
@@ -498,7 +468,7 @@ def test_the_skeletons_values_are_never_read(tmp_path):
 
 def test_ranges_outside_a_tensor_are_refused(tmp_path):
     """A wrong layout would fill a shard with the next tensor's bytes, or leave some of it unset."""
-    save_model(tmp_path, "Llama", SMALL)
+    save_model(tmp_path, "Llama", LLAMA)
     weights = plan(tmp_path)
     for begin, end, numel in [(0, 66, 66), (-2, 2, 4), (4, 2, 2), (0, 8, 9)]:
         with pytest.raises(ValueError, match="of model.norm.weight"):
