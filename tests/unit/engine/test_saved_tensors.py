@@ -12,7 +12,7 @@ from helpers.engine import Layer, Rig, Stack, build_rig, find_differences, make_
 from torch import nn
 
 from lorashard.errors import ShardError
-from lorashard.plan.tracker import Tracker
+from lorashard.planning.tracker import Tracker
 
 # -- what autograd saves -----------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ from peft import LoraConfig, PeftModel
 from transformers import LlamaConfig
 
 from lorashard.cli import main
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.forecast import describe_training
-from lorashard.plan.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
-from lorashard.plan.probe import probe
-from lorashard.plan.size import ModelSize, build_meta_model, compare_with_headers, measure_model
+from lorashard.planning.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
+from lorashard.planning.probe import probe
+from lorashard.planning.run_plan import describe_training
+from lorashard.planning.size import ModelSize, build_meta_model, compare_with_headers, measure_model
 
 GIB = 2**30
 

@@ -26,9 +26,9 @@ from transformers.core_model_loading import (
 )
 
 from lorashard.errors import CheckpointError
-from lorashard.model import weights as weights_module
-from lorashard.model.checkpoint import Checkpoint
-from lorashard.model.weights import BaseWeights
+from lorashard.weights import weights as weights_module
+from lorashard.weights.safetensors_files import Checkpoint
+from lorashard.weights.weights import BaseWeights
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
