@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ConfigError
+from .adapter_options import AdapterOptions
 from .base_options import BaseOptions
 from .data_options import DataOptions
-from .initialization import explain_rewriting, is_derived
 from .methods import METHODS, Method, explain_refused
 from .names import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, VALUE_ALIASES
 from .options import (
@@ -32,7 +32,6 @@ from .options import (
 )
 from .placement import PlacementOptions, explain_invalid, parse_steps
 from .precision import choose_precision
-from .quantization_options import QuantizationOptions, explain_compiling
 
 # Where lorashard's defaults are not TRL's: what works for LoRA, and no loss hidden that is not finite. The
 # learning rate is the method's.
@@ -50,7 +49,7 @@ _BATCH_ROWS = 8  # likewise
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
-class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions):
+class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
     """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's for the method.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
@@ -103,31 +102,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
     eos_token: str | None = None
     """The token that ends a turn or a sequence, if it is not the tokenizer's own."""
 
-    lora_r: int = Field(default=16, ge=1)
-    """The low rank of LoRA's matrices."""
-    lora_alpha: int = Field(default=32, ge=1)
-    """LoRA's scale: the adapter's output is multiplied by lora_alpha / lora_r."""
-    lora_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout before LoRA's matrices."""
-    lora_target_modules: str | list[str] = "all-linear"
-    """The layers to adapt: `all-linear`, names such as `q_proj,v_proj`, or a regular expression."""
-    lora_modules_to_save: list[str] | None = None
-    """Modules to train whole and save beside the adapter."""
-    use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(lora_r)."""
-    use_dora: bool = False
-    """Weight-decomposed LoRA."""
-    init_lora_weights: bool | str = True
-    """How LoRA's matrices begin: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero. With
-    quantization: nf4 also `loftq`: making up for what the base has lost, where lora_alpha equals lora_r. `pissa`,
-    `pissa_niter_N` and `olora` train on a copy of the base that is derived once and kept (docs/peft.md)."""
-    lora_target_parameters: list[str] | None = None
-    """Parameters to adapt that are no layer's weight, such as fused experts: `mlp.experts.gate_up_proj`."""
-    layers_to_transform: list[int] | None = None
-    """Adapt these decoder layers alone, counted from 0; backward ends at the lowest. Needs lora_target_modules that
-    are a list of names."""
-    loraplus_lr_ratio: float | None = Field(default=None, ge=1)
-    """LoRA+: the learning rate of LoRA's B is this many times that of A, which is learning_rate."""
     task_type: Literal["CAUSAL_LM", "SEQ_CLS"] | None = None
     """What PEFT writes into the adapter's configuration; the method decides."""
 
@@ -135,12 +109,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
     """Recompute activations in backward instead of keeping them."""
     activation_checkpointing_kwargs: dict[str, Any] | None = None
     """transformers' options for it, such as `{"use_reentrant": false}`."""
-    torch_compile: bool = False
-    """Compile the forward of each decoder layer: docs/kernels.md."""
-    torch_compile_backend: str | None = None
-    """torch.compile's backend, in place of `inductor`; it implies torch_compile."""
-    torch_compile_mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
-    """torch.compile's mode, of those that need no weights at fixed addresses; it implies torch_compile."""
     trainer: dict[str, Any] = Field(default_factory=dict)
     """What was given of TRL's options for the method; not an option itself."""
 
@@ -252,49 +220,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
         """TRL's trainer and what belongs to it."""
         return METHODS[self.method]
 
-    @field_validator("lora_target_modules")
-    @classmethod
-    def _name_one_module(cls, value: str | list[str]) -> str | list[str]:
-        """PEFT takes a text for a regular expression of whole paths, which a name alone never matches."""
-        return [value] if isinstance(value, str) and value.isidentifier() else value
-
-    @model_validator(mode="after")
-    def _check_adapter(self) -> RunConfig:
-        quantization = self.resolve_quantization()
-        reason = explain_rewriting(self.init_lora_weights, quantization.format if quantization else None, is_new=True)
-        if self.compile_options() is not False:
-            reason = reason or explain_compiling(quantization)
-        if reason is not None:
-            raise ConfigError(reason)
-        is_known = self.init_lora_weights in (True, False, "gaussian", "orthogonal", "loftq")
-        if not is_known and not is_derived(self.init_lora_weights):
-            raise ConfigError(
-                "init_lora_weights: expected true, false, gaussian, orthogonal, loftq, pissa, pissa_niter_N or olora, "
-                f"found {self.init_lora_weights!r}"
-            )
-        if self.init_lora_weights == "loftq":
-            self._check_loftq()
-        if self.layers_to_transform is not None and isinstance(self.lora_target_modules, str):
-            raise ConfigError(
-                "layers_to_transform: PEFT needs lora_target_modules as a list of names with it, such as "
-                f"q_proj,v_proj, found '{self.lora_target_modules}'"
-            )
-        return self
-
-    def _check_loftq(self) -> None:
-        for option in ("use_dora", "lora_target_parameters"):
-            if getattr(self, option):
-                raise ConfigError(
-                    f"{option}: LoftQ initialises plain LoRA of linear layers alone: leave it or init_lora_weights out"
-                )
-        expected = self.lora_r**0.5 if self.use_rslora else self.lora_r
-        if self.lora_alpha != expected:  # PEFT's LoftQ does not divide by the scale: it would add to what is lost
-            raise ConfigError(
-                "lora_alpha: init_lora_weights 'loftq' makes up for what quantising has lost only where the adapter's "
-                f"scale is 1, so expected {expected:g} with lora_r {self.lora_r}"
-                f"{' and use_rslora' if self.use_rslora else ''}, found {self.lora_alpha}"
-            )
-
     @property
     def profile_range(self) -> tuple[int, int] | None:
         """The first and the last step to trace, counted from 1."""
@@ -392,26 +317,9 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
         """Return the arguments of `load` that say where the base rests."""
         return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
 
-    def compile_options(self) -> bool | dict[str, str]:
-        """Return the `torch_compile` of `load`. The trainer is told nothing of it: its switch compiles whole models."""
-        given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
-        return {name: value for name, value in given.items() if value is not None} or self.torch_compile
-
     def lora_options(self) -> dict[str, Any]:
         """Return the arguments of PEFT's `LoraConfig`."""
-        return {
-            "r": self.lora_r,
-            "lora_alpha": self.lora_alpha,
-            "lora_dropout": self.lora_dropout,
-            "target_modules": self.lora_target_modules,
-            "modules_to_save": self.lora_modules_to_save,
-            "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora,
-            "init_lora_weights": self.init_lora_weights,
-            "target_parameters": self.lora_target_parameters,
-            "layers_to_transform": self.layers_to_transform,
-            "task_type": self.trl_method.task_type,
-        }
+        return self.describe_lora() | {"task_type": self.trl_method.task_type}
 
     def to_yaml(self) -> str:
         """Return the whole configuration as a flat YAML file that `resolve` reads back to the same options."""
