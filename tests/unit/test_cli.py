@@ -135,17 +135,15 @@ def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     def fail(error: BaseException) -> None:
         raise error
 
-    monkeypatch.setitem(
-        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(ValueError("boom")))
-    )
+    failing = SimpleNamespace(finetune=lambda *_: fail(ValueError("boom")))
+    monkeypatch.setitem(sys.modules, "lorashard.training.train", failing)
     assert main(finetune_words(tmp_path)) == 1
     stderr = capsys.readouterr().err
     assert "Traceback" in stderr
     assert stderr.splitlines()[-1] == "ValueError: boom"
 
-    monkeypatch.setitem(
-        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt()))
-    )
+    failing = SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt()))
+    monkeypatch.setitem(sys.modules, "lorashard.training.train", failing)
     assert main(finetune_words(tmp_path)) == 130
     assert capsys.readouterr().err == ""
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import lorashard
-from lorashard import Quantization
+from lorashard.config.quantization_options import Quantization
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.states import sign_state
 from lorashard.weights.fingerprint import ADAPTER_NAME, check_quantization, read_quantization_of

@@ -35,7 +35,8 @@ with LogMirror(log, None):
 # A run of 40 steps as its launcher shows it; the log is given in pieces, one of which ends within a line.
 RUN = """
 import pathlib, sys, time
-from lorashard import progress, terminal
+from lorashard.launch import log_mirror as terminal
+from lorashard.runtime import progress
 from lorashard.runs.status import show_status
 progress._REDRAW_S = terminal._DRAW_INTERVAL_S = 0.05
 terminal.LiveBar = lambda screen: progress.LiveBar(screen, silent_s=0.0)
@@ -56,7 +57,7 @@ with terminal.LogMirror(pathlib.Path(sys.argv[1]), None, lambda bar: show_status
 # A rank that has the terminal itself, as under torchrun: its bar is on stdout, what it warns of on stderr.
 RANK = """
 import logging, sys
-from lorashard import progress
+from lorashard.runtime import progress
 from lorashard.runtime.output import say, warn
 strict = logging.getLogger("strict")
 strict.addHandler(logging.StreamHandler())

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from lorashard.errors import CheckpointError
 from lorashard.weights import safetensors_files as checkpoint_module
-from lorashard.weights.safetensors_files import Checkpoint, explain_hub_errors, resolve_folder
+from lorashard.weights.hub import explain_hub_errors, resolve_folder
+from lorashard.weights.safetensors_files import Checkpoint
 
 
 def make_tensors():
