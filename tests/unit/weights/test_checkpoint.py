@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from lorashard.errors import CheckpointError
 from lorashard.weights import hub as checkpoint_module
 from lorashard.weights.hub import explain_hub_errors, resolve_folder
-from lorashard.weights.safetensors_files import Checkpoint
+from lorashard.weights.safetensors_files import MAX_OPEN_FILES, Checkpoint
 
 
 def make_tensors():
@@ -121,7 +121,7 @@ def test_few_files_are_open_at_once_and_none_after_closing(tmp_path):
     with Checkpoint.open(tmp_path) as checkpoint:
         for i in [*range(12), 0, 5, 5, 11]:
             assert read(checkpoint, f"t{i}").view(torch.float32).tolist() == [i] * 3
-            assert count_descriptors() - before <= checkpoint_module.MAX_OPEN_FILES
+            assert count_descriptors() - before <= MAX_OPEN_FILES
     assert count_descriptors() == before
 
 
