@@ -78,7 +78,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/unit/engine/test_layout.py",),
     ),
     "wrong stretch of a file": Mutant(
-        "model/runs.py",
+        "weights/segments.py",
         "pieces.append(Run(run.stored, run.begin + offset, numel))",
         "pieces.append(Run(run.stored, run.begin, numel))",
         "a rank reads the beginning of a stored tensor in place of its own part",
@@ -116,13 +116,13 @@ MUTANTS: dict[str, Mutant] = {
         "dropout draws other masks than without sharding",
     ),
     "other rank's part": Mutant(
-        "dist.py",
+        "runtime/dist.py",
         "return cls(get_rank() % size, size, *own)",
         "return cls((get_rank() + 1) % size, size, *own)",
         "ranks of a group put one another's parts at the wrong places",
     ),
     "groups across nodes": Mutant(
-        "dist.py",
+        "runtime/dist.py",
         "ranks = list(range(begin, begin + size))",
         "ranks = list(range(begin // size, get_world_size(), get_world_size() // size))",
         "the ranks that share a base are those of different nodes",

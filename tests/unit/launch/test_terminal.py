@@ -35,7 +35,7 @@ with LogMirror(log, None):
 # A run of 40 steps as its launcher shows it; the log is given in pieces, one of which ends within a line.
 RUN = """
 import pathlib, sys, time
-from lorashard import terminal
+from lorashard.launch import log_mirror as terminal
 from lorashard.runs.status import show_status
 clock = time.monotonic
 time.monotonic = lambda: 20 * clock()  # bars come sooner, and more often
@@ -56,7 +56,7 @@ with terminal.LogMirror(pathlib.Path(sys.argv[1]), None, lambda bar: show_status
 # A rank that has the terminal itself, as under torchrun: its bar is on stdout, what it warns of on stderr.
 RANK = """
 import itertools, logging, sys, time
-from lorashard import progress
+from lorashard.runtime import progress
 from lorashard.runtime.output import say, warn
 strict = logging.getLogger("strict")
 strict.addHandler(logging.StreamHandler())

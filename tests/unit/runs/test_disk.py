@@ -14,8 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lorashard.runtime.disk import PatientFiles, find_fault
 from lorashard.runs.folder import Run
+from lorashard.runtime.disk import PatientFiles, find_fault
 
 
 @contextmanager

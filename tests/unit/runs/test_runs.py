@@ -15,19 +15,18 @@ from safetensors.torch import save_file
 
 import lorashard
 from lorashard import api
-from lorashard.runtime import join as joining
-from lorashard.runs import checkpoints as manifest
-from lorashard.training import train
-from lorashard.training.callbacks import RunCallback
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.planning.run_plan import describe_base, describe_training
-from lorashard.training.meter import RankMeter
 from lorashard.model.saved import find_adapter
 from lorashard.planning.auto import plan_given
 from lorashard.planning.choose import PlanError, explained_planning
+from lorashard.planning.run_plan import describe_base, describe_training
+from lorashard.runs import checkpoints as manifest
 from lorashard.runs.folder import Run
-from lorashard.runs.status import Status, told_status
+from lorashard.runtime import join as joining
+from lorashard.training import train
+from lorashard.training.callbacks import RunCallback
+from lorashard.training.meter import RankMeter
 
 
 def test_a_number_that_is_none_leaves_valid_json(tmp_path):

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lorashard.training.callbacks import RunCallback
-from lorashard.runtime.disk import PatientFiles
 from lorashard.errors import ConfigError, RunStopped
-from lorashard.training.meter import RankMeter
 from lorashard.runs.folder import Run
 from lorashard.runs.status import Status, told_status
+from lorashard.runtime.disk import PatientFiles
+from lorashard.training.callbacks import RunCallback
+from lorashard.training.meter import RankMeter
 
 
 def read(folder: Path) -> dict:
