@@ -154,7 +154,7 @@ MUTANTS: dict[str, Mutant] = {
         'for name in ("base_layer", "original_module"):',
         'for name in ("base_layer",):',
         "a head beside a copy that trains is left as it was",
-        ("tests/distributed/engine/test_exactness.py", "-k", "others"),
+        ("tests/unit/quantization/test_quantizing.py",),
     ),
     "later adapter not broadcast": Mutant(
         "lorashard/model/adding.py",
