@@ -12,15 +12,15 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from ..dist import ShardGroup
+from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
 from ..errors import ConfigError
-from ..quantization.options import Quantization
+from ..runtime.dist import ShardGroup
+from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
+from ..weights.fingerprint import BaseIdentity, sign_adapter
 from .embeddings import Copies, Embeddings, copy_embeddings, put_into_states, take_from_states
 from .generating import prepare_generation
 from .homes import MakeHome
-from .identity import BaseIdentity, sign_adapter
-from .origin import INITIAL_ADAPTER_NAME, Origin
 from .refusals import refuse_calls, refuse_unfrozen_base
 from .releasing import is_whole
 from .saving import after_saving, follow_saving
@@ -103,6 +103,26 @@ def _keep_states(model: nn.Module, engine: Engine, copies: Copies) -> None:
     keep_base_out(model, engine)
     if embeddings.are_own:
         put_into_states(model, embeddings)  # after the base has been left out
+
+
+def base_of(model: torch.nn.Module) -> LoadedBase | None:
+    """Return the files that a model from `load` has its base from; None for one that `shard` was given."""
+    return model.__dict__.get(BASE_ATTRIBUTE)
+
+
+def engine_of(model: torch.nn.Module) -> Engine:
+    """Return the engine that runs `model`.
+
+    Raises:
+        ConfigError: the model did not come from `load` or `shard`.
+    """
+    for module in model.modules():
+        engine = module.__dict__.get(ENGINE_ATTRIBUTE)
+        if engine is not None:
+            return engine
+    raise ConfigError(
+        f"this {type(model).__name__} is not sharded: expected one from lorashard.load or lorashard.shard"
+    )
 
 
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:

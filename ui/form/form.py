@@ -20,21 +20,13 @@ from typing import Any
 
 import yaml
 
-from lorashard.config import (
-    ALIASES,
-    PINNED_OPTIONS,
-    REFUSED_OPTIONS,
-    TRAINER_DEFAULTS,
-    RunConfig,
-    collect_options,
-    find_method,
-    read_known_options,
-)
-from lorashard.data.options import DATA_SUFFIXES
+from lorashard.config.data_options import DATA_SUFFIXES
+from lorashard.config.methods import METHODS, Method, explain_refused
+from lorashard.config.names import ALIASES, PINNED_OPTIONS, REFUSED_OPTIONS
+from lorashard.config.options import GivenOption, Option, parse_yaml_options
+from lorashard.config.run_config import TRAINER_DEFAULTS, RunConfig, collect_options, find_method, read_known_options
 from lorashard.errors import ConfigError
-from lorashard.methods import METHODS, Method, explain_refused
-from lorashard.options import GivenOption, Option, parse_yaml_options
-from lorashard.runs_root import find_run
+from lorashard.runs.root import find_run
 
 from ..reading.places import write_path
 from ..reading.states import ASKED_NAME

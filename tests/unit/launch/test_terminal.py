@@ -15,19 +15,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorashard import launch
-from lorashard.status import Status
+from lorashard.launch import launcher as launch
+from lorashard.runs.status import Status
 
 WARN = """
 import sys
-from lorashard.output import warn
+from lorashard.runtime.output import warn
 warn("first")
 warn("second")
 print("went on", file=sys.stdout, flush=True)
 """
 MIRROR = """
 import pathlib, sys
-from lorashard.terminal import LogMirror
+from lorashard.launch.log_mirror import LogMirror
 log = pathlib.Path(sys.argv[1])
 with LogMirror(log, None):
     log.write_text("x" * 2**20)
@@ -35,8 +35,9 @@ with LogMirror(log, None):
 # A run of 40 steps as its launcher shows it; the log is given in pieces, one of which ends within a line.
 RUN = """
 import pathlib, sys, time
-from lorashard import progress, terminal
-from lorashard.status import show_status
+from lorashard.launch import log_mirror as terminal
+from lorashard.runtime import progress
+from lorashard.runs.status import show_status
 progress._REDRAW_S = terminal._DRAW_INTERVAL_S = 0.05
 terminal.LiveBar = lambda screen: progress.LiveBar(screen, silent_s=0.0)
 log = pathlib.Path(sys.argv[1]).open("w", buffering=1)
@@ -56,8 +57,8 @@ with terminal.LogMirror(pathlib.Path(sys.argv[1]), None, lambda bar: show_status
 # A rank that has the terminal itself, as under torchrun: its bar is on stdout, what it warns of on stderr.
 RANK = """
 import logging, sys
-from lorashard import progress
-from lorashard.output import say, warn
+from lorashard.runtime import progress
+from lorashard.runtime.output import say, warn
 strict = logging.getLogger("strict")
 strict.addHandler(logging.StreamHandler())
 strict.handlers[0].setLevel("ERROR")

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lorashard.dist import is_timeout, read_launcher_env
-from lorashard.heartbeat import Heartbeat, Silences, describe_place, explain_silence
+from lorashard.runtime.dist import is_timeout, read_launcher_env
+from lorashard.runtime.heartbeat import Heartbeat, Silences, describe_place, explain_silence
 
 TIMEOUT_S = 5.0
 DEADLINE_S = 100
@@ -75,7 +75,7 @@ def test_the_place_names_the_model_and_the_innermost_call() -> None:
 
     place = layer["forward"](lambda: describe_place(sys._getframe()))
 
-    assert place.startswith("tests/unit/runtime/test_heartbeat.py:")
+    assert place.startswith("unit/runtime/test_heartbeat.py:")
     assert place.endswith(" (<lambda>) in models/tiny/modeling_tiny.py:2 (forward)")
 
 
@@ -240,7 +240,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(group: Group) -> None:
         details = failure["extraInfo"]
         assert details["user_error"].startswith(f"rank 1 (host {socket.gethostname()}, pid {group.ranks[1].pid}) has")
         assert "its process is stopped" in details["user_error"]
-        assert "stood in 'train' of step 7, at tests/unit/runtime/test_heartbeat.py" in details["user_error"]
+        assert "stood in 'train' of step 7, at unit/runtime/test_heartbeat.py" in details["user_error"]
         assert (details["exit_code"], details["is_hang"]) == (1, True)
     assert len(failures) == 2
     assert len(list(group.folder.glob("told_*"))) == 1
