@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 from helpers.privates import find_uses, find_uses_in
+from mutants.mistakes import MUTANTS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -227,3 +228,11 @@ def test_each_picture_that_is_shown_is_there() -> None:
     assert [f"{document.name}: {path.name}" for document, path in shown if not path.is_file()] == []
     pages = {path.stem.rpartition("-")[0] for path in ROOT.glob("docs/img/*.png")}
     assert {path.name for _, path in shown} >= {f"{page}-{width}.png" for page in pages for width in ("wide", "phone")}
+
+
+def test_each_mistake_can_still_be_made() -> None:
+    """A mistake of tests/mutants whose line has changed, or whose tests are gone, shows nothing any more."""
+    for name, mutant in MUTANTS.items():
+        assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, f"{name}: its line is not in {mutant.file}"
+        files = [word for word in mutant.tests if word.endswith(".py")]
+        assert files and all((ROOT / file).is_file() for file in files), f"{name}: not all of {files} are there"

@@ -9,9 +9,11 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from helpers.sizes import DEEPSEEK, GPT2, GPT_OSS, LLAMA, MIXTRAL, QWEN_MOE
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lorashard.config.quantization_options import Quantization
+from lorashard.model.adapters import base_test
 from lorashard.model.quantizing import quantize_structure
 from lorashard.model.sources import MemorySource, fill_shard, plan_unit
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight, find_structure
@@ -168,6 +170,16 @@ def test_linear_weights_and_experts_are_quantised_and_nothing_else(family):
     vocabulary = choose(family, options, Quantization("nf4", has_vocabulary=True)) - expected
     tied = {"GPT2": {"wte"}, "Mamba": {"embeddings"}}
     assert vocabulary == tied.get(family.partition(" ")[0], {"embed_tokens", "lm_head"})
+
+
+def test_a_head_beside_a_copy_that_trains_is_quantised():
+    """A head that is left as it was since `modules_to_save` has put a copy beside it."""
+    with init_empty_weights():
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+        model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    structure = find_structure(model, base_test(model))
+    quantize_structure(structure, Quantization("nf4", has_vocabulary=True))
+    assert any("lm_head" in w.name and w.quantizer for unit in structure.units for w in unit.weights)
 
 
 def test_a_layer_of_an_8b_llama_takes_the_bytes_that_its_formats_say():
