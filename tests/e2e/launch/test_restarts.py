@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.cases import slow
 from helpers.finetune import LORASHARD, make_options
-from helpers.launches import Launch, keep_launches, slow, wait_for_steps
+from helpers.launches import Launch, keep_launches, wait_for_steps
 
 from lorashard.config.run_config import RunConfig
 from lorashard.launch.elastic import Signals

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import warm
+from helpers.cases import slow
 from helpers.finetune import LORASHARD, TORCHRUN, make_options, read_losses
 from helpers.forked_ranks import wait_for_end
 from helpers.hub_server import HubRepo, HubServer
-from helpers.launches import slow
 from helpers.ranks import find_ranks
 from helpers.survival import count_steps, is_same_adapter, kill_all, kill_when, start, train
 from safetensors.torch import save_file
