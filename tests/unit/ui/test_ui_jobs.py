@@ -105,7 +105,7 @@ def test_a_job_ends_as_its_command_does(jobs, root, list_children, monkeypatch):
 
 PROGRESS = {
     "lorashard: 3 of 12 units merged\nlorashard: another line": 0.25,
-    "lorashard: loading: 1,200 of 4,800 rows": 0.25,  # not 200 of 4
+    "lorashard: loading: 1,500 of 6,000 rows": 0.25,  # not 500 of 6
     "model.safetensors:  40%|####      | 4.0M/10M\rmodel.safetensors:  50%|#####     | 5.0M/10M": 0.5,
     "lorashard: loading": None,
     "\x1b[32m9 of 9\x1b[0m": 1.0,
