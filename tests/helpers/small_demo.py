@@ -13,5 +13,5 @@ DEMO = DEMO_BASE.parent
 def copy_small_demo(folder: Path) -> Path:
     """Copy the demo's files, with a seeded float32 base of two layers in place of its own; its answers mean nothing."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "base"))
-    write_small_base(folder / "base")
+    write_small_base(folder / "base", ends_early=False)  # an empty answer ends a conversation
     return folder
