@@ -31,7 +31,12 @@ class Launch:
         (folder / "rank.py").write_text(script)
         # Forked from a process that has imported torch already, which takes seconds.
         context = multiprocessing.get_context("forkserver")
-        modules = ["lorashard.launch", "lorashard.group", "lorashard.runs", "torch.distributed.launcher.api"]
+        modules = [
+            "lorashard.launch.launcher",
+            "lorashard.launch.elastic",
+            "lorashard.runs.folder",
+            "torch.distributed.launcher.api",
+        ]
         context.set_forkserver_preload(modules)
         self.process = context.Process(target=_be_launcher, args=(folder, launch, word))
         self.process.start()

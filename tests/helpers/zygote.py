@@ -49,14 +49,14 @@ MODULES = (
     "peft.tuners.lora",
     "lorashard.api",
     "lorashard.cli",
-    "lorashard.chat",
-    "lorashard.evaluation",
-    "lorashard.generation",
-    "lorashard.launch",
-    "lorashard.merge_command",
-    "lorashard.train",
-    "lorashard.validate",
-    "lorashard.verify",
+    "lorashard.inference.chat",
+    "lorashard.inference.evaluation",
+    "lorashard.inference.generation",
+    "lorashard.launch.launcher",
+    "lorashard.export.merge_command",
+    "lorashard.training.train",
+    "lorashard.diagnostics.validate",
+    "lorashard.diagnostics.verify",
 )
 _REQUEST_BYTES = 2**20
 _PR_SET_NAME = 15  # linux/prctl.h
@@ -308,7 +308,7 @@ def _warm_up() -> None:
 
 
 def main() -> None:
-    from lorashard.output import leave_out_notices
+    from lorashard.runtime.output import leave_out_notices
 
     gc.disable()
     subprocess.Popen = ForkingPopen  # type: ignore[misc]

@@ -19,9 +19,9 @@ from helpers.forked_ranks import run_ranks
 from helpers.ranks import find_ranks
 from helpers.tiny import build_base
 
-from lorashard import dist
-from lorashard.doctor import ranks
-from lorashard.doctor.checks import Check
+from lorashard.diagnostics.doctor import ranks
+from lorashard.diagnostics.doctor.checks import Check
+from lorashard.runtime import dist
 
 CPU_BUDGET_S = 80  # 9 forked runs
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, PreTrained
 from trl import SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
 
 CPU_BUDGET_S = 110  # three kinds on five placements, and plain TRL

@@ -24,8 +24,8 @@ from helpers.ranks import find_ranks
 from helpers.survival import count_steps, is_same_adapter, kill_all, kill_when, read_losses, start, train
 from safetensors.torch import save_file
 
-from lorashard.lock import find_owner
-from lorashard.manifest import list_checkpoints, read_manifest, verify
+from lorashard.runs.checkpoints import list_checkpoints, read_manifest, verify
+from lorashard.runs.lock import find_owner
 
 CPU_BUDGET_S = 90  # two real starts, and some 12 forked runs
 DEADLINE_S = 120

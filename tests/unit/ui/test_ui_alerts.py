@@ -11,7 +11,7 @@ import pytest
 from helpers.ui_runs import make_rank_lines, make_run, make_steps, owned, write_lines
 from helpers.waiting import wait_until
 
-from lorashard.manifest import place_partial, publish
+from lorashard.runs.checkpoints import place_partial, publish
 from lorashard_ui.reading.runs import Runs
 
 NOW = time.time()
