@@ -31,12 +31,8 @@ class Launch:
         (folder / "rank.py").write_text(script)
         # Forked from a process that has imported torch already, which takes seconds.
         context = multiprocessing.get_context("forkserver")
-        modules = [
-            "lorashard.launch.launcher",
-            "lorashard.launch.elastic",
-            "lorashard.runs.folder",
-            "torch.distributed.launcher.api",
-        ]
+        own = ["lorashard.launch.launcher", "lorashard.launch.elastic", "lorashard.runs.folder"]
+        modules = [*own, "torch.distributed.launcher.api"]
         context.set_forkserver_preload(modules)
         self.process = context.Process(target=_be_launcher, args=(folder, launch, word))
         self.process.start()
