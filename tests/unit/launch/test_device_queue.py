@@ -29,6 +29,8 @@ from lorashard.runtime.devices import RankChoice
 HOLDER = """
 import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
+from helpers.nvml import Nvml, card
 from lorashard.launch.device_queue import hold_devices
 from lorashard.runtime.devices import RankChoice
 from lorashard.errors import RunStopped
@@ -75,8 +77,7 @@ class Holder(Talking):
 
     def await_queue(self, place: int, *said: str) -> None:
         """Wait until status.json has it in the queue at a place, and why."""
-        wait_until(lambda: self.read_status().get("queue", {}).get("place") == place or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.communicate()
+        wait_until(lambda: self.read_status().get("queue", {}).get("place") == place)
         waits_for = self.read_status()["queue"]["waits_for"]
         assert all(part in waits_for for part in said), waits_for
 

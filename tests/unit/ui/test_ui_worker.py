@@ -62,7 +62,7 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_it_answers_as_the_command_line(forks):
+def test_it_answers_as_the_command_line(forks, tmp_path):
     """Catches an answer that is not the command's, and a mistake told otherwise."""
     worker = Worker()
     words = ["--model_name_or_path", "examples/demo/base", "--dataset", "examples/demo/train.jsonl", "--cpu", "2"]
@@ -78,7 +78,7 @@ def test_it_answers_as_the_command_line(forks):
         with pytest.raises(ConfigError, match="lora_r: .*'x'"):
             worker.plan([*words, "--lora_r", "x"])
         few = [word.replace("train", "test") for word in words]
-        assert any("model" in line for line in worker.validate(few))
+        assert any("model" in line for line in worker.validate([*few, "--output_dir", str(tmp_path / "run")]))
         with pytest.raises(ConfigError, match="nowhere"):
             worker.describe_model("./nowhere")
     finally:
