@@ -43,7 +43,9 @@ def build_task(folder: Path) -> Path:
     bpe.train_from_iterator((str(row) for row in rows), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(folder / "model")
-    build_base("llama-tied", vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(folder / "model")
+    build_base("llama-tied", num_hidden_layers=2, vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(
+        folder / "model"
+    )
     return folder
 
 
