@@ -20,15 +20,23 @@ from typing import Any
 from helpers.zygote import ForkingPopen
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_zygotes: list[tuple[subprocess.Popen, socket.socket]] = []
+# Libraries read these when they are imported, so programs that differ in one are forked from different processes.
+_SETTINGS = (
+    "HF_DATASETS_OFFLINE",
+    "HF_ENDPOINT",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_HUB_DISABLE_XET",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+)
+_zygotes: dict[str, tuple[subprocess.Popen, socket.socket]] = {}
 
 
 class Popen(ForkingPopen):
     """`subprocess.Popen` whose Python is forked from one that has imported everything; it is a child all the same."""
 
     def _fork(self, words: list[str], environment: dict[str, str], folder: str, streams: Sequence[int]) -> int:
-        assert environment.get("HF_HUB_OFFLINE") == "1", "what is read from the hub needs an interpreter of its own"
-        requests = _find_zygote()
+        requests = _find_zygote({name: environment[name] for name in _SETTINGS if name in environment})
         request = {
             "words": words,
             "environment": environment,
@@ -66,18 +74,20 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **options: Any)
     return result
 
 
-def _find_zygote() -> socket.socket:
-    if not _zygotes or _zygotes[0][0].poll() is not None:
+def _find_zygote(settings: dict[str, str]) -> socket.socket:
+    key = json.dumps(settings)
+    if key not in _zygotes or _zygotes[key][0].poll() is not None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         home = os.path.join(tempfile.gettempdir(), "lorashard-tests-home-of-nobody")
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
-        environment = {name: value for name, value in os.environ.items() if name not in names} | {"HF_HOME": home}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", *_SETTINGS)
+        kept = {name: value for name, value in os.environ.items() if name not in names}
+        environment = kept | settings | {"HF_HOME": home}
         command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno())]
         process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        _zygotes[:] = [(process, ours)]
+        _zygotes[key] = process, ours
         atexit.register(_end, process, ours)
-    return _zygotes[0][1]
+    return _zygotes[key][1]
 
 
 def _end(process: subprocess.Popen, requests: socket.socket) -> None:
