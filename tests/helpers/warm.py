@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from helpers.zygote import ForkingPopen
+from helpers.zygote import ForkingPopen, be_zygote
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # Libraries read these when they are imported, so programs that differ in one are forked from different processes.
@@ -29,14 +30,47 @@ _SETTINGS = (
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_OFFLINE",
 )
-_zygotes: dict[str, tuple[subprocess.Popen, socket.socket]] = {}
+_zygotes: dict[str, tuple[subprocess.Popen | _Forked, socket.socket]] = {}
+
+
+class _Forked:
+    """A process that is waited for as a `Popen` is."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._is_alive = True
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> None:
+        self._wait(0)
+
+    def _wait(self, flags: int) -> int | None:
+        if self._is_alive:
+            with suppress(ChildProcessError):
+                if os.waitpid(self._pid, flags)[0] == 0:
+                    return None
+            self._is_alive = False
+        return 0
+
+
+def fork_zygote() -> None:
+    """Let programs be forked from a copy of this process, which has imported all that the tests do."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        be_zygote(theirs)
+    theirs.close()
+    _keep(_read_settings(os.environ), _Forked(pid), ours)
 
 
 class Popen(ForkingPopen):
     """`subprocess.Popen` whose Python is forked from one that has imported everything; it is a child all the same."""
 
     def _fork(self, words: list[str], environment: dict[str, str], folder: str, streams: Sequence[int]) -> int:
-        requests = _find_zygote({name: environment[name] for name in _SETTINGS if name in environment})
+        requests = _find_zygote(_read_settings(environment))
         request = {
             "words": words,
             "environment": environment,
@@ -74,6 +108,10 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **options: Any)
     return result
 
 
+def _read_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in _SETTINGS if name in environment}
+
+
 def _find_zygote(settings: dict[str, str]) -> socket.socket:
     key = json.dumps(settings)
     if key not in _zygotes or _zygotes[key][0].poll() is not None:
@@ -85,11 +123,15 @@ def _find_zygote(settings: dict[str, str]) -> socket.socket:
         command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno())]
         process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        _zygotes[key] = process, ours
-        atexit.register(_end, process, ours)
+        _keep(settings, process, ours)
     return _zygotes[key][1]
 
 
-def _end(process: subprocess.Popen, requests: socket.socket) -> None:
+def _keep(settings: dict[str, str], process: subprocess.Popen | _Forked, requests: socket.socket) -> None:
+    _zygotes[json.dumps(settings)] = process, requests
+    atexit.register(_end, process, requests)
+
+
+def _end(process: subprocess.Popen | _Forked, requests: socket.socket) -> None:
     requests.close()
     process.wait()
