@@ -88,7 +88,7 @@ def test_profiled_steps_leave_traces_and_a_page(two_ranks):
     for rank in range(2):
         trace = json.loads((two_ranks / "profile" / f"rank_{rank}.json").read_text())
         names = {event.get("name") for event in trace["traceEvents"]}
-        assert {"unshard layers.1", "wait for layers.1", "gloo:broadcast"} <= names
+        assert {"unshard layers.2", "wait for layers.2", "gloo:broadcast"} <= names
     page = (two_ranks / "profile" / "summary.md").read_text().splitlines()
     assert page[0] == "# Steps 3 to 4"
     rows = [[float(cell) for cell in line.strip("|").split("|")] for line in page if re.match(r"\| \d", line)]
