@@ -29,11 +29,8 @@ ACCELERATE = [
 STEPS = 6
 
 
-def build_task(folder: Path) -> Path:
-    """Fill a folder with a tiny model, its tokenizer, and rows of questions and answers.
-
-    Of three layers: two would stay in the two slots, and nothing would be gathered after the first step.
-    """
+def build_task(folder: Path, num_layers: int = 3) -> Path:
+    """Fill a folder with a tiny model, its tokenizer, and rows of questions and answers."""
     rows = [{"question": f"what is {a} and {b}", "answer": f"it is {a + b}"} for a in range(12) for b in range(10)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::20]))
@@ -46,7 +43,7 @@ def build_task(folder: Path) -> Path:
     bpe.train_from_iterator((str(row) for row in rows), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(folder / "model")
-    build_base("llama-tied", num_hidden_layers=3, vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(
+    build_base("llama-tied", num_hidden_layers=num_layers, vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(
         folder / "model"
     )
     return folder

@@ -15,6 +15,7 @@ from helpers.finetune import (
     MODULE,
     STEPS,
     TORCHRUN,
+    build_task,
     make_options,
     read_lines,
     read_losses,
@@ -29,6 +30,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 CPU_BUDGET_S = 80  # two real starts of two ranks, and some 12 forked runs
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """The same task as elsewhere, on more layers than stay in the slots: each step gathers."""
+    return build_task(tmp_path_factory.mktemp("task"), num_layers=6)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,7 @@ def test_profiled_steps_leave_traces_and_a_page(two_ranks):
     for rank in range(2):
         trace = json.loads((two_ranks / "profile" / f"rank_{rank}.json").read_text())
         names = {event.get("name") for event in trace["traceEvents"]}
-        assert {"unshard layers.2", "wait for layers.2", "gloo:broadcast"} <= names
+        assert {"unshard layers.3", "wait for layers.3", "gloo:broadcast"} <= names
     page = (two_ranks / "profile" / "summary.md").read_text().splitlines()
     assert page[0] == "# Steps 3 to 4"
     rows = [[float(cell) for cell in line.strip("|").split("|")] for line in page if re.match(r"\| \d", line)]
