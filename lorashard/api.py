@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.state import DistributedType, PartialState
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 
 from . import dist
 from .dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
-from .engine import Engine, HostCopies, Stats
+from .engine import HostCopies, Stats
 from .errors import ConfigError
 from .initialisation import is_derived
+from .joining import join_launch, with_index
 from .merging.derived import derive
-from .merging.merge import MergeReport, merge_checkpoint, merge_live
-from .merging.requantized import choose_requantization
+from .merging.merge import merge as merge
 from .model.adapters import base_test
 from .model.adding import follow_added_adapters, share_adapters
 from .model.autocasting import warn_of_autocast
 from .model.backward import end_backward_at_adapters
-from .model.checkpoint import Checkpoint, resolve_folder
 from .model.checkpointing import checkpoint_some
 from .model.compiling import compile_layers, read_compile_options, refuse_quantized
 from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
-from .model.identity import BaseIdentity, read_quantized_form
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
 from .model.quantizing import quantize_structure
 from .model.refusals import check_config, check_unquantized
 from .model.releasing import on_release
 from .model.saved import choose_quantization, find_adapter, find_base, read_config
-from .model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase, remember_quantization, shard_structure
+from .model.sharding import (
+    ENGINE_ATTRIBUTE,
+    base_of,
+    engine_of,
+    remember_quantization,
+    shard_structure,
+)
 from .model.sources import MemorySource
 from .model.stacks import find_layers, name_units
 from .model.units import find_structure
@@ -53,7 +55,6 @@ from .plan.auto import BaseModel, Training, plan_here
 from .plan.choose import PlanError
 from .plan.inference import plan_inference
 from .plan.trace import Microbatch
-from .plugins import explain_plugin, refuse_plugins
 from .profiling import StepProfiler
 from .quantization.options import Quantization as Quantization
 from .quantization.options import read_quantization
@@ -335,170 +336,9 @@ def _finish(
     return model
 
 
-def merge(
-    adapter: str | Path | PeftModel,
-    out: str | Path,
-    base: str | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    allow_base_mismatch: bool = False,
-    quantization: str | Quantization | None = None,
-    requantize: str | Quantization | None = None,
-    device: torch.device | None = None,
-    advance: Callable[[int, int], None] | None = None,
-) -> MergeReport:
-    """Write an adapter merged into its base as a model of its own, a unit at a time.
-
-    The weights equal those of PEFT's `merge_and_unload` on the same device, bit for bit, under the names that they have
-    in the base's files. An adapter of a quantised base is merged into its dequantised weights, and those without an
-    adapter are written dequantised too, so that the merged model is the trained one. Where an adapter changes one of
-    two tied weights they are untied, which a warning says.
-
-    Args:
-        adapter: a folder or hub id as for `load_adapter`; or a live model from this module, which stays as it is.
-        out: a folder that does not exist or is empty; it appears when it is complete.
-        base: where the base is, if not where the adapter says; for a live model it is known.
-        dtype: what is computed in and written; the default is the base's own, a live model's what it computes in.
-        quantization: what the base is quantised to first; not given: what it was in training; "none" merges into the
-            original weights.
-        requantize: quantise what is merged, `nf4` or `int8`, and write it as bitsandbytes does; transformers loads it.
-        max_shard_size: of each file, in bytes or such as "5GB".
-        advance: of an adapter that is saved: told how many units of how many are merged, as it goes.
-
-    Raises:
-        ConfigError: PEFT cannot merge the adapter, it was trained on another base, or `out` holds something.
-        CheckpointError: files are missing, damaged or do not fit each other, or writing failed.
-
-    Ranks: collective over all ranks, which share the work.
-    Memory: the adapter, and two units.
-    """
-    if isinstance(adapter, PeftModel):
-        if base or revision or device or allow_base_mismatch:
-            raise ConfigError("base, revision, device, allow_base_mismatch: a live model has its own; leave them out")
-        loaded = base_of(adapter)
-        if quantization not in (None, "none"):
-            raise ConfigError("quantization: a live model's base is what it is; expected none or nothing, to merge it")
-        return merge_live(
-            adapter,
-            Path(out),
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            trust_remote_code=trust_remote_code,
-            is_dequantized=quantization is None,
-            requantize=choose_requantization(loaded.quantization if loaded else None, requantize),
-        )
-    folder = find_adapter(adapter)
-    trained_on, trained_dtype = read_quantized_form(folder)
-    base, revision = find_base(folder, read_config(folder), base, revision)
-    device = join_launch() if device is None else with_index(device)
-    base_folder = resolve_folder(base, revision)
-    with Checkpoint.open(base_folder) as checkpoint:
-        files = checkpoint.files
-    BaseIdentity.of(files).check(folder, base, allow_base_mismatch)
-    return merge_checkpoint(
-        folder,
-        Path(out),
-        base_folder,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        quantization=choose_quantization(folder, quantization),
-        quantized_dtype=trained_dtype,
-        requantize=choose_requantization(trained_on, requantize),
-        advance=advance,
-    )
-
-
 def stats(model: torch.nn.Module) -> Stats:
     """Return what the engine of a model from `load` or `shard` has gathered, waited for and holds on this rank."""
     return engine_of(model).stats()
-
-
-def base_of(model: torch.nn.Module) -> LoadedBase | None:
-    """Return the files that a model from `load` has its base from; None for one that `shard` was given."""
-    return model.__dict__.get(BASE_ATTRIBUTE)
-
-
-def engine_of(model: torch.nn.Module) -> Engine:
-    """Return the engine that runs `model`.
-
-    Raises:
-        ConfigError: the model did not come from `load` or `shard`.
-    """
-    for module in model.modules():
-        engine = module.__dict__.get(ENGINE_ATTRIBUTE)
-        if engine is not None:
-            return engine
-    raise ConfigError(
-        f"this {type(model).__name__} is not sharded: expected one from lorashard.load or lorashard.shard"
-    )
-
-
-def join_launch(backend: str | None = None, *, will_train: bool = False) -> torch.device:
-    """Take this process's place among the ranks of its launch, if a launcher started it; accelerate does the work.
-
-    Returns the device that accelerate, and so Trainer, computes on: the GPU of the local rank, with its index, or the
-    CPU.
-
-    On a machine without GPUs accelerate sees a single process unless it is told: two ranks would train alone, and both
-    would look healthy.
-
-    Args:
-        backend: of torch.distributed; the default is nccl, or gloo on the CPU.
-        will_train: warn where transformers' Trainer would use several GPUs from this one process.
-
-    Raises:
-        ConfigError: the launcher's world size and accelerate's differ, the device is neither a CUDA GPU nor the CPU, or
-            accelerate is told to shard or compile the model itself.
-
-    Ranks: collective over all ranks of the launch.
-    """
-    refuse_plugins(os.environ)
-    env = dist.read_launcher_env()
-    try:
-        state = PartialState(cpu=dist.is_cpu_requested(), backend=backend)
-    except ValueError as error:  # of a backend that torch has not been built with
-        if backend is None:  # then of the launch: a MASTER_ADDR that is missing, a rank that is no number
-            raise
-        raise ConfigError(f"ddp_backend: expected one that is there, found {backend!r}: {error}") from error
-    if state.distributed_type == DistributedType.DEEPSPEED:  # the trainer's arguments leave no variable behind
-        raise ConfigError(explain_plugin("DeepSpeed", "by the trainer's arguments", "deepspeed=..."))
-    if env is not None and env.world_size != state.num_processes:
-        raise ConfigError(
-            f"the launcher started {env.world_size} ranks but accelerate sees {state.num_processes}, so the ranks "
-            "would train alone: "
-            "for ranks on the CPU set ACCELERATE_USE_CPU=true, or make Accelerator(cpu=True) or the trainer's "
-            "arguments with use_cpu=True before lorashard.load"
-        )
-    if state.device.type not in ("cuda", "cpu"):
-        raise ConfigError(
-            f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
-        )
-    if state.device.type == "cpu":
-        return torch.device("cpu")  # accelerate may say cpu:0
-    device = with_index(state.device)
-    num_gpus = torch.cuda.device_count()
-    if will_train and num_gpus > 1 and state.distributed_type == DistributedType.NO:
-        _logger.warning(
-            "%d GPUs are visible, but no launcher has started this process, so the base is on %s alone: start the "
-            "script with accelerate launch or torchrun to train on all of them, or set CUDA_VISIBLE_DEVICES to one. "
-            "transformers' Trainer would wrap the model in nn.DataParallel, which cannot copy a sharded base",
-            num_gpus,
-            device,
-        )
-    return device
-
-
-def with_index(device: torch.device) -> torch.device:
-    """Return `device`, and if it is a GPU without an index, as accelerate's is without a launcher, the current GPU.
-
-    Tensors always have an index: a sharded weight on `cuda` would look as if `model.to(device)` moved it to `cuda:0`.
-    """
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _settle_dtype(asked: torch.dtype | str, device: torch.device) -> torch.dtype:

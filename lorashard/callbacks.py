@@ -8,11 +8,11 @@ from peft import PeftModel
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from . import api
 from .config import RunConfig
 from .console import Console, StepLines
 from .generation import SampleCallback
 from .measuring import RankMeter
+from .model.sharding import engine_of
 from .profiling import StepProfiler
 from .runs import Run
 from .trackers import drop_refused_trackers
@@ -41,7 +41,7 @@ def add_callbacks(
     callbacks.insert(0, RunCallback(run, meter))
     drop_refused_trackers(callbacks, trainer.args.report_to, run.folder, console.tell)
     if config.profile_range is not None:
-        profiler = StepProfiler(run.folder / "profile", api.engine_of(model), *config.profile_range)
+        profiler = StepProfiler(run.folder / "profile", engine_of(model), *config.profile_range)
         trainer.add_callback(ProfileCallback(profiler))
     if config.early_stopping_patience is not None:
         trainer.add_callback(EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold))

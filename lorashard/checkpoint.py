@@ -12,11 +12,11 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from .api import engine_of
 from .disk import describe_fault, find_fault
 from .errors import CheckpointError
 from .manifest import find_newest
 from .model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
+from .model.sharding import engine_of
 
 _CHECK_NAME = "read_back"
 _CONFIG_NAME = "adapter_config.json"

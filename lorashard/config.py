@@ -19,7 +19,6 @@ from .base_options import BaseOptions
 from .data.options import DataOptions
 from .errors import ConfigError
 from .initialisation import explain_rewriting, is_derived
-from .manifest import find_newest
 from .methods import METHODS, Method, explain_refused
 from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
 from .placement import PlacementOptions, explain_invalid, parse_steps
@@ -424,16 +423,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
         if chooses_best:
             _check_saves(trainer)
         return self
-
-    @property
-    def resumes_in_place(self) -> bool:
-        """Whether the run goes on with the run in its own folder, rather than anew or from another's checkpoint."""
-        checkpoint = self.resume_from_checkpoint
-        if checkpoint == "auto":
-            return find_newest(Path(self.output_dir)) is not None
-        if isinstance(checkpoint, str):
-            return Path(checkpoint).resolve().parent == Path(self.output_dir).resolve()
-        return bool(checkpoint)
 
     def with_dtype(self, dtype: str) -> RunConfig:
         """Return the configuration with what `dtype: auto` became."""

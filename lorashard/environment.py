@@ -24,6 +24,7 @@ import psutil
 from . import __version__
 from .devices import count_cores, find_gpus
 from .disk import show_bytes
+from .runs_root import find_existing
 
 if sys.platform != "win32":
     import resource
@@ -398,11 +399,6 @@ def _describe_place(find: Callable[[], Path]) -> Section:
 def _describe_disk(path: Path) -> Section:
     usage = shutil.disk_usage(find_existing(path))
     return {"path": hide_secrets(str(path)), "free_bytes": usage.free, "total_bytes": usage.total}
-
-
-def find_existing(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that is there."""
-    return next(place for place in [path, *path.absolute().parents] if place.exists())
 
 
 def _describe_accelerate() -> Section:

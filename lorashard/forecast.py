@@ -14,7 +14,7 @@ from .config import RunConfig
 from .devices import count_cores, find_gpus
 from .dtypes import settle_name
 from .errors import ConfigError
-from .merging.derived import without_rewriting
+from .initialisation import without_rewriting
 from .methods import Method
 from .model.loftq import make_lora
 from .plan.auto import BaseModel, Training, plan_training

@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, TrainerCallback
 from transformers.generation import BaseStreamer
 
-from . import api, dist
+from . import dist
 from .data.formats import Message
 from .data.prompts import Prompt, PromptWriter, read_prompts
 from .data.sources import BadRow
@@ -24,6 +24,7 @@ from .disk import PatientFiles, cut_lines, describe_fault, replace_text
 from .engine import DeviceHome, FileHome, HostHome
 from .errors import ConfigError, DataError
 from .model.generating import needs_all_ranks
+from .model.sharding import engine_of
 from .model.units import LAYER
 from .output import give, say
 from .plan.batches import count_row_bytes, plan_batches
@@ -64,7 +65,7 @@ class Generator:
         own = model.generation_config.eos_token_id
         own_ids = set(own) if isinstance(own, list) else {own} - {None}
         self.stop_ids = sorted(own_ids | stop_ids)
-        self.is_collective = needs_all_ranks(api.engine_of(model))
+        self.is_collective = needs_all_ranks(engine_of(model))
         self._model = model
         self._pad_id = tokenizer.pad_token_id
         self._arguments = {
@@ -121,7 +122,7 @@ def read_sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any] | No
 
 def describe_placement(model: PeftModel) -> str:
     """Say in a line where the base of a loaded model rests, and how much of it stays whole."""
-    engine = api.engine_of(model)
+    engine = engine_of(model)
     stats = engine.stats()
     moved = [unit for unit in engine.units if not unit.is_resident]
     layers = [unit for unit in engine.units if unit.size_class == LAYER]

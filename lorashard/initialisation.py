@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _REWRITING = ("pissa", "olora", "corda", "lora_ga")
 
@@ -10,6 +15,15 @@ _REWRITING = ("pissa", "olora", "corda", "lora_ga")
 def is_derived(init_lora_weights: object) -> bool:
     """Tell whether an initialisation rewrites the base in a way that `lorashard.load` makes a base of its own for."""
     return re.fullmatch(r"pissa(_niter_\d+)?|olora", str(init_lora_weights)) is not None
+
+
+def without_rewriting(lora: LoraConfig) -> LoraConfig:
+    """Return a config of an adapter of the same form that leaves the base alone; others as they are."""
+    if not is_derived(lora.init_lora_weights):
+        return lora
+    plain = copy.copy(lora)
+    plain.init_lora_weights = True
+    return plain
 
 
 def explain_rewriting(

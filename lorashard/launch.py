@@ -26,7 +26,6 @@ from .devices import (
     find_gpus,
     find_launcher,
 )
-from .environment import find_existing
 from .errors import ConfigError, RunStopped
 from .group import Signals, find_python_flags, run_ranks
 from .importing import quick_imports
@@ -34,10 +33,11 @@ from .lock import lock_run
 from .output import RESULT_FILE_VARIABLE
 from .plugins import refuse_plugins
 from .progress import LiveBar, is_terminal, told_progress
+from .runs_root import find_existing
 from .status import Status, has_begun, read_status, show_status, told_status
 from .stopping import RESTARTS_VARIABLE, StopRequest, find_restarts
 from .terminal import Terminal
-from .wanted import check_wanted
+from .wanted import check_wanted, resumes_in_place
 
 _LOOK_S = 0.2
 _RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
@@ -267,7 +267,7 @@ def check_output_dir(config: RunConfig) -> None:
     """
     check_folder(config)
     folder = Path(config.output_dir)
-    goes_on = config.resumes_in_place or config.resume_from_checkpoint == "auto"
+    goes_on = resumes_in_place(config) or config.resume_from_checkpoint == "auto"
     if config.overwrite_output_dir or goes_on or not folder.is_dir():
         return
     found = [name for name in _RUN_FILES if (folder / name).exists()]
@@ -290,7 +290,7 @@ def prepare_logs_dir(config: RunConfig) -> Path:
         logs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir {config.output_dir} cannot be made: {error.strerror}") from error
-    if not config.resumes_in_place:
+    if not resumes_in_place(config):
         for log in logs_dir.glob("rank_*.log"):
             log.unlink()
     return logs_dir

@@ -11,8 +11,10 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, HTTPError
 
-from . import api, dist
+from . import dist
 from .errors import CheckpointError
+from .joining import join_launch
+from .merging.merge import merge as merge_adapter
 from .merging.staging import check_target
 from .model.saved import find_adapter
 from .output import give, say
@@ -29,7 +31,7 @@ def merge(options: MergeOptions) -> None:
 
     Ranks: run by every rank.
     """
-    device = api.join_launch()
+    device = join_launch()
     rank = dist.get_rank()
     find_adapter(options.adapter)
     check_target(Path(options.out))
@@ -37,7 +39,7 @@ def merge(options: MergeOptions) -> None:
         with _explained_upload(options.push_to_hub):  # before hours of work, not after
             HfApi().create_repo(options.push_to_hub, private=options.hub_private_repo, exist_ok=True)
     size = options.max_shard_size
-    report = api.merge(
+    report = merge_adapter(
         options.adapter,
         options.out,
         options.base,

@@ -32,3 +32,8 @@ def find_run(root: Path, name: str) -> Path:
     if Path(os.path.realpath(folder)) != folder:
         raise ConfigError(f"expected the folder of a run in {root}, found a link: {name!r}")
     return folder
+
+
+def find_existing(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that is there."""
+    return next(place for place in [path, *path.absolute().parents] if place.exists())

@@ -29,11 +29,13 @@ from .data.tokenizer import load_tokenizer
 from .errors import ConfigError, RunStopped, TrainingError, UserError
 from .forecast import describe_base, describe_training, settle_dtype_here
 from .heartbeat import Heartbeat
+from .joining import join_launch
 from .loraplus import make_loraplus_optimizer
 from .manifest import clear_leftovers, delete, list_checkpoints, read_step, set_aside
 from .measuring import RankMeter
 from .model.identity import check_quantization
 from .model.loftq import make_lora
+from .model.sharding import base_of, engine_of
 from .nodes import check_nodes
 from .nonfinite import NonfiniteRule
 from .plan.auto import Training, plan_given, plan_here
@@ -97,7 +99,7 @@ def _finetune(
     tell(f"dataset: {prepared.report.summary()}")
     stop.check()
     status.enter("load")
-    device = api.join_launch(config.trainer.get("ddp_backend"))
+    device = join_launch(config.trainer.get("ddp_backend"))
     env = dist.read_launcher_env()
     checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, tell)
     config = settle_dtype(config, device, checkpoint, tell)
@@ -131,13 +133,13 @@ def _finetune(
     set_seed(arguments.seed)
     model, base_bytes = _load(config, placement, run, tell)
     if checkpoint is not None:
-        base = api.base_of(model)
+        base = base_of(model)
         assert base is not None
         base.identity.check(checkpoint, config.model_name_or_path, config.allow_base_mismatch)
         check_quantization(checkpoint, base.quantization, config.model_name_or_path, config.allow_base_mismatch)
     stop.check()
-    api.engine_of(model).follow_ranks(describe_ranks)
-    meter = RankMeter(api.engine_of(model), base_bytes)
+    engine_of(model).follow_ranks(describe_ranks)
+    meter = RankMeter(engine_of(model), base_bytes)
     if not config.trl_method.is_prepared_here:
         status.enter("tokenise")  # which TRL does
     trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
@@ -223,9 +225,9 @@ def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable
         progress=run.status.advance,
         **placement,
     )
-    base_bytes = sum(field.num_bytes for unit in api.engine_of(model).units for field in unit.layout.fields)
+    base_bytes = sum(field.num_bytes for unit in engine_of(model).units for field in unit.layout.fields)
     computed_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-    base = api.base_of(model)
+    base = base_of(model)
     quantization = base.quantization if base else None
     from_bytes = (
         f", {describe_quantization(quantization)} ({computed_bytes / 2**30:.3f} before)" if quantization else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .config import RunConfig
 from .errors import ConfigError
-from .manifest import list_checkpoints
+from .manifest import find_newest, list_checkpoints
 
 
 def check_wanted(config: RunConfig) -> None:
@@ -60,3 +60,13 @@ def check_afresh(config: RunConfig) -> None:
             f"{expected}, and a finished adapter, which starting afresh would delete: choose another folder, or start "
             "anew with --overwrite_output_dir"
         )
+
+
+def resumes_in_place(config: RunConfig) -> bool:
+    """Tell whether the run resumes the run in its own folder, rather than starts anew or from another's checkpoint."""
+    checkpoint = config.resume_from_checkpoint
+    if checkpoint == "auto":
+        return find_newest(Path(config.output_dir)) is not None
+    if isinstance(checkpoint, str):
+        return Path(checkpoint).resolve().parent == Path(config.output_dir).resolve()
+    return bool(checkpoint)

@@ -5,6 +5,7 @@ import os
 import resource
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -36,6 +37,32 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     if session.items and not session.config.option.collectonly:
         warm.fork_zygote()
     return (yield)
+
+
+@contextmanager
+def _keep_environment() -> Iterator[None]:
+    """Take back what is set: transformers' arguments leave ACCELERATE_MIXED_PRECISION for the whole process."""
+    before = dict(os.environ)
+    yield
+    for name in before.keys() | os.environ.keys():
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_a_file() -> Iterator[None]:
+    """Keep what a file's fixtures have set from the next file."""
+    with _keep_environment():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_test() -> Iterator[None]:
+    """Keep what a test has set from the next test."""
+    with _keep_environment():
+        yield
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from ..devices import count_cores, find_gpus
 from ..disk import show_bytes
 from ..environment import (
     find_accelerate_config,
-    find_existing,
     hide_secrets,
     read_accelerate_config,
     read_available_bytes,
@@ -32,6 +31,7 @@ from ..environment import (
 )
 from ..errors import ConfigError, UserError
 from ..plugins import is_on, refuse_plugins
+from ..runs_root import find_existing
 from ..use_options import DoctorOptions
 from .checks import Check, explain_error
 

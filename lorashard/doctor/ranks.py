@@ -67,7 +67,7 @@ def check_ranks(timeout_s: int, known: Sequence[Check], speak: Callable[[Sequenc
         speak(found)
         raise VerificationError(found[-1].found) from error
     with watch.step("imports", _MEND_IMPORTS, max(timeout_s, _IMPORTS_TIMEOUT_S)):
-        from ..api import join_launch
+        from ..joining import join_launch
     with watch.step("ranks", _MEND_MEETING, timeout_s):
         begin_s = time.perf_counter()
         device = join_launch()

@@ -27,7 +27,7 @@ from ..agreement import together
 from ..disk import describe_fault, show_bytes, sync
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
-from ..initialisation import explain_rewriting, is_derived
+from ..initialisation import explain_rewriting, without_rewriting
 from ..model.adapters import check_coverage, inject
 from ..model.checkpoint import Checkpoint, resolve_folder
 from ..model.identity import ADAPTER_NAME, BaseIdentity, hash_file
@@ -40,7 +40,7 @@ from ..model.weights import BaseWeights
 from ..progress import Progress, told_progress
 from .base_values import describe
 from .companions import write_companions
-from .merge import copy_stored, plan_base
+from .merger import copy_stored, plan_base
 from .spelling import OriginalSpelling
 from .targets import to_base_name
 from .writing import TensorWriter, plan_files
@@ -67,15 +67,6 @@ class DerivedBase:
     @property
     def initial_adapter(self) -> Path:
         return self.folder / INITIAL_ADAPTER_NAME
-
-
-def without_rewriting(lora: LoraConfig) -> LoraConfig:
-    """Return a config of an adapter of the same form that leaves the base alone; others as they are."""
-    if not is_derived(lora.init_lora_weights):
-        return lora
-    plain = copy.copy(lora)
-    plain.init_lora_weights = True
-    return plain
 
 
 def derive(

@@ -105,6 +105,26 @@ def _keep_states(model: nn.Module, engine: Engine, copies: Copies) -> None:
         put_into_states(model, embeddings)  # after the base has been left out
 
 
+def base_of(model: torch.nn.Module) -> LoadedBase | None:
+    """Return the files that a model from `load` has its base from; None for one that `shard` was given."""
+    return model.__dict__.get(BASE_ATTRIBUTE)
+
+
+def engine_of(model: torch.nn.Module) -> Engine:
+    """Return the engine that runs `model`.
+
+    Raises:
+        ConfigError: the model did not come from `load` or `shard`.
+    """
+    for module in model.modules():
+        engine = module.__dict__.get(ENGINE_ATTRIBUTE)
+        if engine is not None:
+            return engine
+    raise ConfigError(
+        f"this {type(model).__name__} is not sharded: expected one from lorashard.load or lorashard.shard"
+    )
+
+
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
     """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base.
 

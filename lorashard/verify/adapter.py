@@ -11,8 +11,9 @@ from peft import LoraConfig, PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from .. import api, dist
+from .. import dist
 from ..errors import CheckpointError, ConfigError, UserError
+from ..joining import join_launch
 from ..model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
 from ..model.checkpoint import Checkpoint, read_config_json, resolve_folder, shorten
 from ..model.identity import ADAPTER_NAME, BaseIdentity, read_quantization_of
@@ -61,7 +62,7 @@ def verify_adapter(options: VerifyOptions) -> None:
     Ranks: run by every rank.
     Memory: one model at a time, under its placement, and the logits of the rows on the host.
     """
-    device = api.join_launch()
+    device = join_launch()
     verdicts = agree(_check_files(str(options.adapter)))
     if are_right(verdicts):
         subject = _describe(options)

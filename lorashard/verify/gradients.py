@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers.utils import logging as transformers_logging
 
 from .. import api, dist
+from ..joining import join_launch
 from ..merging.quantized_base import dequantize_model
 from ..model.checkpoint import resolve_folder
 from ..model.checkpointing import checkpoint_some
@@ -48,7 +49,7 @@ def verify_gradients(options: VerifyOptions) -> None:
     Memory: first the unsharded model on rank 0, then the sharded one.
     """
     assert options.model_name_or_path is not None
-    device = api.join_launch()
+    device = join_launch()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     placement = _resolve(options, world_size)
     folder = resolve_folder(options.model_name_or_path, options.model_revision)

@@ -39,8 +39,8 @@ from transformers.utils import logging as transformers_logging
 import lorashard
 from lorashard.agreement import together
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
-from lorashard.merging import merge, writing
-from lorashard.merging.merge import merge_checkpoint, merge_live
+from lorashard.merging import merger, writing
+from lorashard.merging.merger import merge_checkpoint, merge_live
 from lorashard.merging.staging import check_target, remove_partial
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -271,8 +271,8 @@ def test_rounding_does_not_untie_what_is_meant_to_be_tied(tmp_path, monkeypatch,
         merged = original(model, target, read)
         return {name: value + difference * (target.path == "lm_head") for name, value in merged.items()}
 
-    original = merge.merge_target
-    monkeypatch.setattr(merge, "merge_target", merge_target)
+    original = merger.merge_target
+    monkeypatch.setattr(merger, "merge_target", merge_target)
     assert merge_checkpoint(adapter, tmp_path / "out", base).is_untied is is_untied
 
 
@@ -471,7 +471,7 @@ def test_what_a_killed_merge_left_is_removed(tmp_path, how):
 def test_a_target_that_holds_something_is_refused_at_once(tmp_path, monkeypatch):
     """Hours of work, then no place to put it; or somebody's files overwritten."""
     prepare(tmp_path)
-    monkeypatch.setattr(merge, "read_config", lambda folder: pytest.fail("work began"))
+    monkeypatch.setattr(merger, "read_config", lambda folder: pytest.fail("work began"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     (tmp_path / "file").write_text("x")
@@ -528,7 +528,7 @@ def test_what_peft_cannot_merge_is_refused_before_anything_is_written(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
-from lorashard.merging.merge import merge_checkpoint
+from lorashard.merging.merger import merge_checkpoint
 def read(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -187,7 +187,7 @@ def test_a_trained_adapter_that_does_not_fit_is_not_lost(task, disk, tmp_path):
 MERGE = """
 import sys
 from pathlib import Path
-from lorashard.merging import merge, writing
+from lorashard.merging import merger, writing
 original = writing.TensorWriter.write
 def write(self, key, begin, values):
     if "layers.1" in key:
@@ -195,7 +195,7 @@ def write(self, key, begin, values):
         input()
     original(self, key, begin, values)
 writing.TensorWriter.write = write
-merge.merge_checkpoint(*map(Path, sys.argv[1:4]))
+merger.merge_checkpoint(*map(Path, sys.argv[1:4]))
 """
 
 

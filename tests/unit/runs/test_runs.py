@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from helpers.tiny import build_base
 
 import lorashard
-from lorashard import api, manifest
+from lorashard import api, joining, manifest
 from lorashard.callbacks import RunCallback
 from lorashard.config import RunConfig
 from lorashard.engine import Stats
@@ -154,9 +154,9 @@ def test_the_peak_of_device_memory_is_that_of_training(monkeypatch, tmp_path):
 def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
     """Accelerate chooses Apple's GPU by itself, and Trainer would move the model there."""
     mps = SimpleNamespace(num_processes=1, device=SimpleNamespace(type="mps"), distributed_type="NO")
-    monkeypatch.setattr(api, "PartialState", lambda cpu, backend: mps)
+    monkeypatch.setattr(joining, "PartialState", lambda cpu, backend: mps)
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU"):
-        api.join_launch()
+        joining.join_launch()
 
 
 def test_only_a_backend_that_was_given_is_called_a_wrong_one(monkeypatch):
@@ -165,11 +165,11 @@ def test_only_a_backend_that_was_given_is_called_a_wrong_one(monkeypatch):
     def refuse(cpu: bool, backend: str | None) -> None:
         raise ValueError("MASTER_ADDR expected, but not set")
 
-    monkeypatch.setattr(api, "PartialState", refuse)
+    monkeypatch.setattr(joining, "PartialState", refuse)
     with pytest.raises(ValueError, match="^MASTER_ADDR"):
-        api.join_launch()
+        joining.join_launch()
     with pytest.raises(ConfigError, match="ddp_backend"):
-        api.join_launch("nope")
+        joining.join_launch("nope")
 
 
 def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):

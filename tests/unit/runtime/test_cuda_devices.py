@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lorashard import api
+from lorashard import api, joining
 from lorashard.engine import Placeholder
 from lorashard.engine.slots import Slot
 from lorashard.errors import ShardError
@@ -36,10 +36,10 @@ def test_a_device_is_given_the_index_that_its_tensors_will_have(monkeypatch, cur
     """Catches a base that cannot be loaded by a script that no launcher has started: accelerate says `cuda` there."""
     current[0] = 3
     alone = SimpleNamespace(num_processes=1, device=CUDA, distributed_type="NO")
-    monkeypatch.setattr(api, "PartialState", lambda cpu, backend: alone)
-    assert api.join_launch() == api.with_index(CUDA) == torch.device("cuda", 3)
-    assert api.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert api.with_index(torch.device("cpu")) == torch.device("cpu")
+    monkeypatch.setattr(joining, "PartialState", lambda cpu, backend: alone)
+    assert joining.join_launch() == joining.with_index(CUDA) == torch.device("cuda", 3)
+    assert joining.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert joining.with_index(torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_several_gpus_without_a_launcher_are_told_of(
 ):
     """Catches a script whose Trainer ends somewhere in nn.DataParallel, and a warning to those who do not train."""
     state = SimpleNamespace(num_processes=1, device=CUDA, distributed_type=distributed_type)
-    monkeypatch.setattr(api, "PartialState", lambda cpu, backend: state)
+    monkeypatch.setattr(joining, "PartialState", lambda cpu, backend: state)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert api.join_launch(will_train=will_train) == torch.device("cuda", 0)
+    assert joining.join_launch(will_train=will_train) == torch.device("cuda", 0)
     assert [record.args for record in caplog.records] == [(num_gpus, torch.device("cuda", 0))] * warns
 
 
@@ -69,7 +69,7 @@ def test_the_device_argument_is_given_its_index_too(monkeypatch, current):
 def test_a_placeholder_moves_to_the_device_that_it_is_on(current):
     """Catches `model.to(device)`, to which torch adds the index, taken for a move of a sharded weight."""
     to_copy, first = torch.ops.aten._to_copy.default, torch.device("cuda", 0)
-    placeholder = Placeholder("w", (2, 2), torch.float32, api.with_index(CUDA))
+    placeholder = Placeholder("w", (2, 2), torch.float32, joining.with_index(CUDA))
     assert to_copy(placeholder, device=first).device == first
     without_index = Placeholder("w", (2, 2), torch.float32, CUDA)
     with pytest.raises(ShardError):  # it cannot tell: the current device may be another by now

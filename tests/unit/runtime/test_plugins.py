@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lorashard import api
+from lorashard import joining
 from lorashard.errors import ConfigError
 from lorashard.plugins import refuse_plugins
 
@@ -28,7 +28,7 @@ def test_a_plugin_that_wants_the_whole_model_is_refused(monkeypatch, variable, v
         refuse_plugins(os.environ)
     assert f"{variable}={value}" in str(caught.value)
     with pytest.raises(ConfigError, match=message):
-        api.join_launch()
+        joining.join_launch()
 
 
 def test_plain_launches_pass():
