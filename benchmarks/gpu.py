@@ -38,11 +38,11 @@ from gpu_jobs import CHECKPOINTING, CHECKS, PLACEMENTS, QUANTIZED, WARMUP_STEPS,
 from peft import PeftModel
 from random_base import LORA_R, SHAPES, Shape
 
-from lorashard.placement import PlacementOptions
-from lorashard.plan.auto import BaseModel, Training, plan_training
-from lorashard.plan.hardware import Cluster, find_gpu_type
-from lorashard.plan.trace import Microbatch
-from lorashard.quantization.options import read_quantization
+from lorashard.config.placement import PlacementOptions
+from lorashard.config.quantization_options import read_quantization
+from lorashard.planning.auto import BaseModel, Training, plan_training
+from lorashard.planning.hardware import Cluster, find_gpu_type
+from lorashard.planning.trace import Microbatch
 
 UNPACKING = "unpacking"
 JOBS = Path(__file__).with_name("gpu_jobs.py")

@@ -37,11 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import lorashard
-from lorashard.dist import ShardGroup
 from lorashard.engine import Packed, Stats
 from lorashard.engine.copies import allocate_host
 from lorashard.engine.streams import SideStream
 from lorashard.quantization.format import make_quantizer
+from lorashard.runtime.dist import ShardGroup
 
 WARMUP_STEPS = 2
 PASSES = 2

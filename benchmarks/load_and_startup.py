@@ -47,7 +47,7 @@ WAYS = {"from_pretrained": "from_pretrained + get_peft_model", "lorashard": "lor
 COMMANDS = {
     "python": "`python -c pass`",
     "lorashard": "`lorashard --help`",
-    "plain_imports": "`import lorashard.train`",
+    "plain_imports": "`import lorashard.training.train`",
     "imports": "the same in `quick_imports()`, as each rank has it",
 }
 
@@ -84,11 +84,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def measure_starts(count: int) -> dict[str, Any]:
     """Return the wall seconds of each command, and whether `lorashard --help` imports torch."""
     script = str(Path(sys.executable).with_name("lorashard"))
-    quickly = "from lorashard.importing import quick_imports\nwith quick_imports(): import lorashard.train"
+    quickly = (
+        "from lorashard.runtime.importing import quick_imports\nwith quick_imports(): import lorashard.training.train"
+    )
     commands = {
         "python": [sys.executable, "-c", "pass"],
         "lorashard": [script, "--help"],
-        "plain_imports": [sys.executable, "-c", "import lorashard.train"],
+        "plain_imports": [sys.executable, "-c", "import lorashard.training.train"],
         "imports": [sys.executable, "-c", quickly],
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}

@@ -293,7 +293,7 @@ def count_per_step(before: Any, after: Any, num_steps: int) -> dict[str, float]:
 
 def measure_gathers(size: ModelSize, device: torch.device) -> float:
     """Return the bytes per second of gathers of a layer, one after another with nothing beside them."""
-    from lorashard.dist import ShardGroup
+    from lorashard.runtime.dist import ShardGroup
 
     group = ShardGroup.of_size(dist.get_world_size())
     num_bytes = 2 * (4 * size.hidden_size**2 + 3 * size.hidden_size * size.intermediate_size)

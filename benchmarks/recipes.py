@@ -14,10 +14,10 @@ from pathlib import Path
 
 from common import ROOT
 
-from lorashard.config import RunConfig
-from lorashard.forecast import plan_run
-from lorashard.plan.choose import name_placement
-from lorashard.plan.hardware import Cluster, find_gpu_type, usable_bytes
+from lorashard.config.run_config import RunConfig
+from lorashard.planning.choose import name_placement
+from lorashard.planning.hardware import Cluster, find_gpu_type, usable_bytes
+from lorashard.planning.run_plan import plan_run
 
 MODELS = ROOT / "tests" / "models"
 HARDWARE = "# Hardware: "

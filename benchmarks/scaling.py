@@ -24,15 +24,15 @@ from common import RECORDS, ROOT, describe_environment, format_table, write_reco
 from peft import LoraConfig, PeftModel
 from transformers import LlamaConfig
 
-from lorashard.placement import ResolvedPlacement
-from lorashard.plan.activations import Activations
-from lorashard.plan.choose import make_plan, name_placement
-from lorashard.plan.costs import Row, Workload, compute_row
-from lorashard.plan.hardware import Cluster, find_gpu_type, usable_bytes
-from lorashard.plan.size import ModelSize, build_meta_model, measure_model
-from lorashard.plan.trace import Microbatch, trace
-from lorashard.plan.tracker import Work
-from lorashard.quantization.options import Quantization
+from lorashard.config.placement import ResolvedPlacement
+from lorashard.config.quantization_options import Quantization
+from lorashard.planning.activations import Activations
+from lorashard.planning.choose import make_plan, name_placement
+from lorashard.planning.costs import Row, Workload, compute_row
+from lorashard.planning.hardware import Cluster, find_gpu_type, usable_bytes
+from lorashard.planning.size import ModelSize, build_meta_model, measure_model
+from lorashard.planning.trace import Microbatch, trace
+from lorashard.planning.tracker import Work
 
 RECORD = RECORDS / "scaling-activations.json"
 DOCUMENT = ROOT / "docs" / "scaling.md"

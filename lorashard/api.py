@@ -10,14 +10,22 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 
-from . import dist
-from .dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
+from .config.initialization import is_derived
+from .config.placement import (
+    PlacementOptions,
+    ResolvedPlacement,
+    explain_groups,
+    explain_placement,
+    parse_steps,
+    read_placement,
+    resolve_placement,
+)
+from .config.quantization_options import Quantization as Quantization
+from .config.quantization_options import read_quantization
 from .engine import HostCopies, Stats
 from .errors import ConfigError
-from .initialisation import is_derived
-from .joining import join_launch, with_index
-from .merging.derived import derive
-from .merging.merge import merge as merge
+from .export.derived import derive
+from .export.merge import merge as merge
 from .model.adapters import base_test
 from .model.adding import follow_added_adapters, share_adapters
 from .model.autocasting import warn_of_autocast
@@ -28,36 +36,22 @@ from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
 from .model.layer_major import split_layers
 from .model.loading import load_sharded
+from .model.profiling import StepProfiler
 from .model.quantizing import quantize_structure
 from .model.refusals import check_config, check_unquantized
 from .model.releasing import on_release
 from .model.saved import choose_quantization, find_adapter, find_base, read_config
-from .model.sharding import (
-    ENGINE_ATTRIBUTE,
-    base_of,
-    engine_of,
-    remember_quantization,
-    shard_structure,
-)
+from .model.sharding import ENGINE_ATTRIBUTE, base_of, engine_of, remember_quantization, shard_structure
 from .model.sources import MemorySource
 from .model.stacks import find_layers, name_units
 from .model.units import find_structure
-from .placement import (
-    PlacementOptions,
-    ResolvedPlacement,
-    explain_groups,
-    explain_placement,
-    parse_steps,
-    read_placement,
-    resolve_placement,
-)
-from .plan.auto import BaseModel, Training, plan_here
-from .plan.choose import PlanError
-from .plan.inference import plan_inference
-from .plan.trace import Microbatch
-from .profiling import StepProfiler
-from .quantization.options import Quantization as Quantization
-from .quantization.options import read_quantization
+from .planning.auto import BaseModel, Training, plan_here
+from .planning.choose import PlanError
+from .planning.inference import plan_inference
+from .planning.trace import Microbatch
+from .runtime import dist
+from .runtime.dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
+from .runtime.join import join_launch, with_index
 
 _logger = logging.getLogger(__name__)
 
@@ -117,7 +111,7 @@ def load(
         progress: told on this rank how much is there, of how much, and of what: "bytes" while weights are downloaded,
             "bytes hashed" of its files, "units converted" and "units" of the model while they are read. By default the
             person is told on rank 0's stderr of what takes longer than two seconds.
-        **placement_options: the other fields of `lorashard.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
+        **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
             `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
 

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .disk import find_fault
 from .errors import ConfigError, RunStopped, TrainingError, UserError, VerificationError
-from .importing import quick_imports
-from .output import RESULT_FILE_VARIABLE, leave_out_notices, outlive_full_disks
-from .stopping import STOPPED_EXIT_CODE
+from .runtime.disk import find_fault
+from .runtime.importing import quick_imports
+from .runtime.output import RESULT_FILE_VARIABLE, leave_out_notices, outlive_full_disks
+from .runtime.signals import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from .use_options import CommandWords
+    from .config.use_options import CommandWords
 
 # The libraries that decide what a run computes.
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -81,7 +81,7 @@ _HELP_GROUPS = {
 class _UseCommand(TyperCommand):
     """A command whose options are the fields of the class `options_name` of `options_module`."""
 
-    options_module = "lorashard.use_options"
+    options_module = "lorashard.config.use_options"
     options_name = ""
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
@@ -98,7 +98,7 @@ class _UseCommand(TyperCommand):
         return getattr(importlib.import_module(self.options_module), self.options_name)
 
 
-def _use_command(options_name: str, options_module: str = "lorashard.use_options") -> type[_UseCommand]:
+def _use_command(options_name: str, options_module: str = "lorashard.config.use_options") -> type[_UseCommand]:
     names = {"options_name": options_name, "options_module": options_module}
     return type(f"_{options_name}Command", (_UseCommand,), names)
 
@@ -127,10 +127,10 @@ def _finetune(ctx: typer.Context, config: _ConfigPath = None) -> int:
 
     lorashard finetune --model_name_or_path M --dataset D --output_dir O [--gpus N | --cpu N] [any option]
     """
-    from .config import RunConfig
+    from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args)
-    from .launch import finetune
+    from .launch.launcher import finetune
 
     config_arguments = ["--config", str(config)] if config else []
     return finetune(run_config, ["finetune", *config_arguments, *ctx.args])
@@ -146,7 +146,7 @@ def _preview(
 
     The tokens that it learns are marked: lorashard preview --model_name_or_path M --dataset D [--num_rows N]
     """
-    from .config import RunConfig
+    from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
     if run_config.method != "sft":
@@ -155,7 +155,7 @@ def _preview(
             "validate checks them"
         )
     with quick_imports():
-        from .data.options import DataOptions
+        from .config.data_options import DataOptions
         from .data.preview import preview, render_preview
         from .data.tokenizer import load_tokenizer
 
@@ -170,11 +170,11 @@ def _validate(ctx: typer.Context, config: _ConfigPath = None) -> int:
 
     Takes what finetune takes. Checks options, devices, the model's files and every row of the data; reads no weights.
     """
-    from .config import RunConfig
+    from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args)
     with quick_imports():
-        from .validate import validate
+        from .diagnostics.validate import validate
 
     for line in validate(run_config):
         print(line, flush=True)
@@ -215,20 +215,20 @@ def _plan(
     Bytes, seconds, and which is chosen, from the model's config and headers alone: lorashard plan
     --model_name_or_path M [--gpus N | --cpu N] [--gpu_type T --nodes N] [any option]
     """
-    from .config import RunConfig
+    from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path",))
-    from .plan.hardware import HardwareOptions
+    from .planning.hardware import HardwareOptions
 
     wanted = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
     with quick_imports():
-        from .forecast import forecast
+        from .planning.run_plan import forecast
 
     plan, cluster = forecast(run_config, wanted, epoch_tokens=epoch_tokens)
     if as_json:
         print(json.dumps(plan.to_json(), indent=1))
         return 0
-    from .plan.table import render_plan
+    from .planning.table import render_plan
 
     print(render_plan(plan, cluster.num_ranks))
     return 0
@@ -237,14 +237,14 @@ def _plan(
 @app.command("chat", cls=_use_command("ChatOptions"), context_settings=_ANY_OPTIONS)
 def _chat(ctx: typer.Context) -> int:
     """Talk to an adapter on its base."""
-    from .use_options import ChatOptions
+    from .config.use_options import ChatOptions
 
     options = ChatOptions.read(ctx.args)
-    from .launch import run_command
+    from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            from .chat import chat
+            from .inference.chat import chat
 
         chat(options)
 
@@ -254,20 +254,20 @@ def _chat(ctx: typer.Context) -> int:
 @app.command("merge", cls=_use_command("MergeOptions"), context_settings=_ANY_OPTIONS)
 def _merge(ctx: typer.Context) -> int:
     """Write an adapter merged into its base, as a model of its own."""
-    from .use_options import MergeOptions
+    from .config.use_options import MergeOptions
 
     options = MergeOptions.read(ctx.args)
-    from .launch import run_command
+    from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            from .merge_command import merge
+            from .export.merge_command import merge
 
         merge(options)
 
     exit_code = run_command(options, ["merge", *ctx.args], work)
     if exit_code:  # ranks that were killed could not clear up
-        from .merging.staging import remove_partial
+        from .export.staging import remove_partial
 
         remove_partial(Path(options.out))
     return exit_code
@@ -276,14 +276,14 @@ def _merge(ctx: typer.Context) -> int:
 @app.command("generate", cls=_use_command("GenerateOptions"), context_settings=_ANY_OPTIONS)
 def _generate(ctx: typer.Context) -> int:
     """Answer a file of prompts with an adapter on its base."""
-    from .use_options import GenerateOptions
+    from .config.use_options import GenerateOptions
 
     options = GenerateOptions.read(ctx.args)
-    from .launch import run_command
+    from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            from .generation import generate_file
+            from .inference.generation import generate_file
 
         generate_file(options)
 
@@ -293,14 +293,14 @@ def _generate(ctx: typer.Context) -> int:
 @app.command("eval", cls=_use_command("EvalOptions"), context_settings=_ANY_OPTIONS)
 def _eval(ctx: typer.Context) -> int:
     """Measure loss, perplexity and exact matches on a dataset."""
-    from .use_options import EvalOptions
+    from .config.use_options import EvalOptions
 
     options = EvalOptions.read(ctx.args)
-    from .launch import run_command
+    from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            from .evaluation import evaluate
+            from .inference.evaluation import evaluate
 
         evaluate(options)
 
@@ -310,14 +310,14 @@ def _eval(ctx: typer.Context) -> int:
 @app.command("verify", cls=_use_command("VerifyOptions"), context_settings=_ANY_OPTIONS)
 def _verify(ctx: typer.Context) -> int:
     """Check an adapter, a merged model, or that sharding changes no gradient of a model on this machine."""
-    from .use_options import VerifyOptions
+    from .config.use_options import VerifyOptions
 
     options = VerifyOptions.read(ctx.args)
-    from .launch import run_command
+    from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            from .verify import verify
+            from .diagnostics.verify import verify
 
         verify(options)
 
@@ -327,7 +327,7 @@ def _verify(ctx: typer.Context) -> int:
 @app.command("env")
 def _env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
     """Describe this machine for a bug report: versions, GPUs and links, memory, disk, variables. Holds no secrets."""
-    from .environment import describe_environment, render_environment
+    from .diagnostics.env import describe_environment, render_environment
 
     sections = describe_environment()
     print(json.dumps(sections, indent=1) if as_json else render_environment(sections))
@@ -337,10 +337,10 @@ def _env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 @app.command("doctor", cls=_use_command("DoctorOptions"), context_settings=_ANY_OPTIONS)
 def _doctor(ctx: typer.Context) -> int:
     """Try packages, GPUs, links, memory and disks here; say what is wrong and how to mend it."""
-    from .use_options import DoctorOptions
+    from .config.use_options import DoctorOptions
 
     options = DoctorOptions.read(ctx.args)
-    from .doctor import diagnose
+    from .diagnostics.doctor import diagnose
 
     return diagnose(options, ["doctor", *ctx.args])
 
@@ -408,8 +408,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, exit_code: int, is_plain: bool) -> int:
     """Say why the command failed, once, however many ranks run it."""
-    from .devices import find_launcher
-    from .failures import record_failure
+    from .runtime.devices import find_launcher
+    from .runtime.failures import record_failure
 
     error = error.with_traceback(_skip_typer(error.__traceback__))
     record_failure(error, exit_code, is_plain)
@@ -439,11 +439,11 @@ def _skip_typer(frames: TracebackType | None) -> TracebackType | None:
 
 def group_options() -> dict[str, tuple[str, ...]]:
     """Return the names of lorashard's own options under the titles that help gives them."""
-    from .base_options import BaseOptions
-    from .data.options import DataOptions
-    from .methods import METHODS
-    from .placement import PlacementOptions
-    from .quantization.options import QuantizationOptions
+    from .config.base_options import BaseOptions
+    from .config.data_options import DataOptions
+    from .config.methods import METHODS
+    from .config.placement import PlacementOptions
+    from .config.quantization_options import QuantizationOptions
 
     data = [name for name in DataOptions.model_fields if name != "dataset"]
     is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
@@ -458,9 +458,9 @@ def group_options() -> dict[str, tuple[str, ...]]:
 
 def _build_options_help() -> str:
     """Return the main options by group, from the configuration's own fields."""
-    from .config import REFUSED_OPTIONS, RunConfig
-    from .methods import METHODS
-    from .options import read_trainer_options
+    from .config.methods import METHODS
+    from .config.options import read_trainer_options
+    from .config.run_config import REFUSED_OPTIONS, RunConfig
 
     num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
     rates = ", ".join(
@@ -488,7 +488,7 @@ def _build_options_help() -> str:
 
 
 def _describe_fields(options: type[BaseModel], names: Sequence[str]) -> list[str]:
-    from .config import read_own_options
+    from .config.run_config import read_own_options
 
     known = read_own_options(options)
     lines = []

@@ -23,7 +23,7 @@ os.environ.update(
 )
 
 
-gc.disable()  # while collecting imports everything: see lorashard.importing
+gc.disable()  # while collecting imports everything: see lorashard.runtime.importing
 
 
 def pytest_collection_finish() -> None:

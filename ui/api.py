@@ -15,7 +15,7 @@ from typing import Any, get_origin
 import gradio as gr
 
 from lorashard.errors import ConfigError, UserError
-from lorashard.gpus import list_gpus as find_gpus
+from lorashard.runtime.gpus import list_gpus as find_gpus
 
 from .desk import Desk
 from .form import exporting

@@ -58,8 +58,8 @@ def main() -> None:
 
 def answer(questions: list[str], adapter: Path | None) -> list[str]:
     """Return the model's greedy answers, made with transformers and PEFT alone, without lorashard."""
-    from lorashard.importing import quick_imports
-    from lorashard.output import leave_out_notices
+    from lorashard.runtime.importing import quick_imports
+    from lorashard.runtime.output import leave_out_notices
 
     leave_out_notices()  # which importing and using PEFT brings up, and which are not about this
     with quick_imports():  # here, because it takes seconds and the reader should know by then what is going on

@@ -16,10 +16,10 @@ from itertools import chain, islice
 
 from transformers import PreTrainedTokenizerBase
 
+from ..config.data_options import DataOptions
 from ..errors import ConfigError, DataError
 from .chat import ChatWriter, Span, UnstableTemplateError, mask_turns
 from .formats import DataFormat, Example, detect_format
-from .options import DataOptions
 from .sources import BadRow, Row, Source
 
 IGNORED_LABEL = -100  # PyTorch's cross entropy and TRL's trainers leave such tokens out

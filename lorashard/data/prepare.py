@@ -26,12 +26,12 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from ..dist import read_launcher_env
+from ..config.data_options import DataOptions
+from ..config.methods import METHODS, Method
 from ..errors import DataError
-from ..methods import METHODS, Method
-from ..progress import Progress, told_progress
+from ..runtime.dist import read_launcher_env
+from ..runtime.progress import Progress, told_progress
 from .encode import Encoding, encode_source
-from .options import DataOptions
 from .places import find_positions, read_places, write_place
 from .report import DataReport, SkippedRows
 from .sources import BadRow, Source, open_source

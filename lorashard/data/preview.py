@@ -8,8 +8,8 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
+from ..config.data_options import DataOptions
 from .encode import IGNORED_LABEL, Encoding, encode_source
-from .options import DataOptions
 from .sources import open_source
 
 _LEARNT_COLOR, _CONTEXT_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[2m", "\x1b[0m"

@@ -20,9 +20,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.file_download import repo_folder_name
 
+from ..config.data_options import DATA_SUFFIXES
 from ..errors import DataError
-from ..links import find_link_out
-from .options import DATA_SUFFIXES
+from ..runs.links import find_link_out
 
 _JSON_CHUNK_CHARS = 1 << 16
 _CSV_FIELD_CHARS = 1 << 30

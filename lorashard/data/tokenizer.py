@@ -8,8 +8,8 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError
-from ..model.checkpoint import check_links, read_json_object
-from ..model.model_config import describe_error, explain_code
+from ..weights.model_config import describe_error, explain_code
+from ..weights.safetensors_files import check_links, read_json_object
 
 _CONFIG_NAMES = ("tokenizer_config.json", "config.json")  # either may name code
 

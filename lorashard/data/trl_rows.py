@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..config.methods import Method
 from ..errors import DataError
-from ..methods import Method
 from .formats import ROLES
 from .sources import BadRow, Source, name_type
 

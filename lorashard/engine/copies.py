@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dist import Work
 from ..errors import ConfigError
+from ..runtime.dist import Work
 from .queues import Event, Queues, queues_of
 
 RING_BUFFERS = 4

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..dist import ShardGroup
 from ..errors import ConfigError, ShardError
+from ..runtime.dist import ShardGroup
 from .autograd import Handle, PackedHandle, first_differentiable, is_in_backward, saved_handles
 from .schedule import Direction, farthest
 from .slots import Slot, SlotPool, plan_slots

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from ..dist import ShardGroup, Work
 from ..errors import ShardError
+from ..runtime.dist import ShardGroup, Work
 from .copies import HostCopies
 from .layout import Field, Layout
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..dist import Work
+from ..runtime.dist import Work
 from .queues import Event, Queues, queues_of
 
 

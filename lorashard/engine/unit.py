@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from ..dist import Work
+from ..runtime.dist import Work
 from .home import Home
 from .layout import Field, Layout
 from .packed import Packed, PackedWeight, Packing, Workspace

@@ -10,8 +10,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from .. import dist
 from ..engine import Engine
+from ..runtime import dist
 from .adapters import find_adapter_tensors
 from .refusals import check_config, check_frozen
 from .releasing import is_whole, release

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .. import dist
+from ..runtime import dist
 
 _logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config.placement import check_num_layers
 from ..errors import ConfigError
-from ..placement import check_num_layers
 from .stacks import find_layers
 from .units import spread
 

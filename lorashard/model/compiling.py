@@ -23,8 +23,8 @@ from torch import nn
 from transformers import modeling_layers
 from transformers.cache_utils import Cache
 
+from ..config.quantization_options import Quantization, explain_compiling
 from ..errors import ConfigError
-from ..quantization.options import Quantization, explain_compiling
 
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 

@@ -16,9 +16,9 @@ import transformers
 
 from ..engine import Layout
 from ..errors import CheckpointError
-from ..progress import Progress, told_progress
-from .identity import BaseIdentity, find_cache_dir, hash_file
-from .making import make_once
+from ..runtime.progress import Progress, told_progress
+from ..weights.build_once import make_once
+from ..weights.fingerprint import BaseIdentity, find_cache_dir, hash_file
 from .sources import Source, fill_shard, plan_unit
 from .units import FoundUnit
 

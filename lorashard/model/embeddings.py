@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..engine import Engine, Unit
 from ..errors import CheckpointError
-from .identity import ADAPTER_NAME, open_adapter
+from ..weights.fingerprint import ADAPTER_NAME, open_adapter
 from .units import Structure
 
 # What PEFT's wrappers put between the path of an embedding and the name of its own weight.

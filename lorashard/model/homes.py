@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from ..dist import ShardGroup
+from ..config.placement import check_num_layers
 from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placeholder
-from ..placement import check_num_layers
-from ..progress import Progress
+from ..runtime.dist import ShardGroup
+from ..runtime.progress import Progress
+from ..weights.fingerprint import BaseIdentity
+from ..weights.mapped import MappedFiles
+from ..weights.weights import BaseWeights
 from .converted import FOR_FILE, FOR_RESTARTS, ConvertedUnits, hash_content
-from .identity import BaseIdentity
-from .mapped import MappedFiles
 from .sources import CheckpointSource, Source, fill_shard, plan_unit
 from .units import LAYER, WHOLE, FoundUnit, FoundWeight, Structure, spread
-from .weights import BaseWeights
 
 MakeHome = Callable[[FoundUnit], Home]
 

@@ -24,31 +24,31 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .. import dist
-from ..dist import ShardGroup
+from ..config.placement import ResolvedPlacement
+from ..config.quantization_options import Quantization
 from ..engine import Home, HostCopies, Placeholder
 from ..errors import CheckpointError, ConfigError
-from ..placement import ResolvedPlacement
-from ..progress import Progress, told_progress
 from ..quantization.format import Quantizer
-from ..quantization.options import Quantization
+from ..runtime import dist
+from ..runtime.dist import ShardGroup
+from ..runtime.progress import Progress, told_progress
+from ..weights.derived_from import read_origin
+from ..weights.fingerprint import BaseIdentity
+from ..weights.model_config import describe_error, explain_code, read_generation_config, read_model_config
+from ..weights.safetensors_files import CONFIG_NAME, Checkpoint, read_config_json, resolve_folder
+from ..weights.stored_formats import settle_quantization
+from ..weights.weights import BaseWeights
 from .adapters import base_test, check_coverage, inject
-from .checkpoint import CONFIG_NAME, Checkpoint, read_config_json, resolve_folder
 from .embeddings import put_saved_embeddings
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident, find_quantized
-from .identity import BaseIdentity
 from .loftq import check_loftq, initialise_loftq, is_loftq
-from .model_config import describe_error, explain_code, read_generation_config, read_model_config
-from .origin import read_origin
 from .quantizing import find_quantizers
 from .refusals import check_config, check_frozen
 from .saved import count_labels, restore
 from .sharding import LoadedBase, refuse_merging, remember_base, shard_structure
 from .sources import CheckpointSource, read_weight
 from .stacks import name_units
-from .stored_formats import settle_quantization
 from .units import FoundUnit, FoundWeight, find_structure
-from .weights import BaseWeights
 
 _logger = logging.getLogger(__name__)
 

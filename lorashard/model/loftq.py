@@ -14,7 +14,7 @@ from peft.utils.loftq_utils import _low_rank_decomposition
 
 from ..engine import Placeholder
 from ..errors import ConfigError
-from .weights import BaseWeights
+from ..weights.weights import BaseWeights
 
 LOFTQ: Literal["loftq"] = "loftq"
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..config.quantization_options import Quantization
 from ..quantization.format import Quantizer, make_quantizer
-from ..quantization.options import Quantization
 from .units import LAYER, FoundWeight, Structure, find_structure
 
 # Numbers that are quantised at a time.

@@ -11,11 +11,11 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
 
+from ..config.initialization import explain_rewriting
+from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, Weight
 from ..errors import ConfigError, ShardError
-from ..initialisation import explain_rewriting
-from ..quantization.options import Quantization
-from .checkpoint import shorten
+from ..weights.safetensors_files import shorten
 from .releasing import on_release
 
 _KINDS = {

@@ -9,16 +9,16 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
-from .. import dist
+from ..config.quantization_options import Quantization, describe_quantization, read_quantization
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
-from ..manifest import find_newest, list_checkpoints
-from ..quantization.options import Quantization, describe_quantization, read_quantization
+from ..runs.checkpoints import find_newest, list_checkpoints
+from ..runtime import dist
+from ..weights.derived_from import find_derived_dir
+from ..weights.fingerprint import ADAPTER_NAME, open_adapter, read_quantization_of
+from ..weights.model_config import describe_error
+from ..weights.safetensors_files import check_links, explain_hub_errors, read_json_object, shorten
 from .adapter_files import find_not_finite
-from .checkpoint import check_links, explain_hub_errors, read_json_object, shorten
-from .identity import ADAPTER_NAME, open_adapter, read_quantization_of
-from .model_config import describe_error
-from .origin import find_derived_dir
 
 CONFIG_NAME = "adapter_config.json"
 _logger = logging.getLogger(__name__)

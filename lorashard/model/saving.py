@@ -11,8 +11,8 @@ from typing import Any
 from peft import PeftModel
 
 from ..errors import ConfigError
+from ..weights.fingerprint import add_tensors
 from .embeddings import Embeddings
-from .identity import add_tensors
 
 # Told the folder of each adapter that this rank has written, and the arguments of `save_pretrained`, by name.
 AfterSaving = Callable[[Path, Mapping[str, Any]], None]

@@ -12,15 +12,15 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from ..dist import ShardGroup
+from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
 from ..errors import ConfigError
-from ..quantization.options import Quantization
+from ..runtime.dist import ShardGroup
+from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
+from ..weights.fingerprint import BaseIdentity, sign_adapter
 from .embeddings import Copies, Embeddings, copy_embeddings, put_into_states, take_from_states
 from .generating import prepare_generation
 from .homes import MakeHome
-from .identity import BaseIdentity, sign_adapter
-from .origin import INITIAL_ADAPTER_NAME, Origin
 from .refusals import refuse_calls, refuse_unfrozen_base
 from .releasing import is_whole
 from .saving import after_saving, follow_saving

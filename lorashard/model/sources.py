@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from ..engine import Layout, Placeholder, plan_layout
+from ..weights.weights import BaseWeights
 from .quantizing import quantize_parts
 from .units import LAYER, FoundUnit, FoundWeight
-from .weights import BaseWeights
 
 
 class Source(Protocol):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.quantization_options import Quantization
 from ..engine import Engine
 from ..errors import CheckpointError
-from ..quantization.options import Quantization
-from .identity import BaseIdentity
+from ..weights.fingerprint import BaseIdentity
 
 _BASE_KEY = "base_sha256"
 _SIGNATURE_ATTRIBUTE = "_lorashard_base_sha256"

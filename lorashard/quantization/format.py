@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from ..config.quantization_options import Quantization
 from ..engine import Packing
-from .options import Quantization
 
 
 class Quantizer(Packing, Protocol):

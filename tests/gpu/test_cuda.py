@@ -15,13 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
 import lorashard
-from lorashard.dist import ShardGroup, Work
 from lorashard.engine import Engine, HostCopies
 from lorashard.model.adapters import base_test
 from lorashard.model.homes import ShardedHomes
 from lorashard.model.sharding import shard_structure
 from lorashard.model.sources import MemorySource
 from lorashard.model.units import find_structure
+from lorashard.runtime.dist import ShardGroup, Work
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,11 @@ from helpers.tiny import build_base, make_batch
 from trl.trainer.utils import add_fused_lm_head
 
 import lorashard
-from lorashard.placement import ResolvedPlacement
-from lorashard.plan.costs import Workload, compute_row
-from lorashard.plan.hardware import Cluster, find_gpu_type
-from lorashard.plan.size import measure_model
-from lorashard.plan.trace import Microbatch, trace
+from lorashard.config.placement import ResolvedPlacement
+from lorashard.planning.costs import Workload, compute_row
+from lorashard.planning.hardware import Cluster, find_gpu_type
+from lorashard.planning.size import measure_model
+from lorashard.planning.trace import Microbatch, trace
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lorashard.dist import ShardGroup
 from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, State, Unit, Visit, Weight, plan_layout
+from lorashard.runtime.dist import ShardGroup
 
 CPU = torch.device("cpu")
 GARBAGE_BYTE = 0xFF  # not a number, in every floating dtype

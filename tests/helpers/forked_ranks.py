@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 
-from lorashard.lock import find_process
+from lorashard.runs.lock import find_process
 
 # In the environment of scripts, saves a quarter of their start.
 QUICK_START = {"PYTHONPATH": str(Path(__file__).with_name("quick_start"))}

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
-from lorashard.plan.size import build_meta_model
-from lorashard.plan.trace import Microbatch
-from lorashard.quantization.options import Quantization
+from lorashard.config.quantization_options import Quantization
+from lorashard.planning.size import build_meta_model
+from lorashard.planning.trace import Microbatch
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 FORMATS = (

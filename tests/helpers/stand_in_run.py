@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from lorashard.lock import lock_run
-from lorashard.manifest import MANIFEST_NAME, list_checkpoints, place_partial, publish, read_manifest
-from lorashard.status import Status
+from lorashard.runs.checkpoints import MANIFEST_NAME, list_checkpoints, place_partial, publish, read_manifest
+from lorashard.runs.lock import lock_run
+from lorashard.runs.status import Status
 
 MAX_STEPS = 10_000
 STEP_S = 0.2

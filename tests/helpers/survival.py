@@ -61,7 +61,7 @@ def watch(module):
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "lorashard.trainer":
+        if name != "lorashard.training.trainer":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -69,8 +69,8 @@ class Finder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = lambda module: (execute(module), watch(module))
         return spec
 
-if "lorashard.trainer" in sys.modules:
-    watch(sys.modules["lorashard.trainer"])
+if "lorashard.training.trainer" in sys.modules:
+    watch(sys.modules["lorashard.training.trainer"])
 else:
     sys.meta_path.insert(0, Finder())
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 OWN = """
 import sys
 from pathlib import Path
-from lorashard.lock import lock_run
+from lorashard.runs.lock import lock_run
 with lock_run(Path(sys.argv[1])):
     print("owned", flush=True)
     sys.stdin.read()

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 from helpers.tiny import build_base
 from lorashard import api
-from lorashard.config import RunConfig
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
+from lorashard.config.run_config import RunConfig
 from lorashard.data.prepare import prepare
 from lorashard.data.tokenizer import load_tokenizer
-from lorashard.nonfinite import NonfiniteRule
-from lorashard.stopping import StopRequest
-from lorashard.train import build_arguments, build_trainer
-from lorashard.trainer import Survival
+from lorashard.runtime.signals import StopRequest
+from lorashard.training.nonfinite import NonfiniteRule
+from lorashard.training.train import build_arguments, build_trainer
+from lorashard.training.trainer import Survival
 
 WORDS = [f"w{number}" for number in range(60)]
 POISON = "poison"

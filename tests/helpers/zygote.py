@@ -52,14 +52,14 @@ MODULES = (
     "peft.tuners.lora",
     "lorashard.api",
     "lorashard.cli",
-    "lorashard.chat",
-    "lorashard.evaluation",
-    "lorashard.generation",
-    "lorashard.launch",
-    "lorashard.merge_command",
-    "lorashard.train",
-    "lorashard.validate",
-    "lorashard.verify",
+    "lorashard.inference.chat",
+    "lorashard.inference.evaluation",
+    "lorashard.inference.generation",
+    "lorashard.launch.launcher",
+    "lorashard.export.merge_command",
+    "lorashard.training.train",
+    "lorashard.diagnostics.validate",
+    "lorashard.diagnostics.verify",
 )
 _REQUEST_BYTES = 2**20
 _PR_SET_NAME = 15  # linux/prctl.h
@@ -313,7 +313,7 @@ def _warm_up() -> None:
 
 def prepare() -> None:
     """Become a process to fork from: import what is not there yet, and fork where a Python is to be started."""
-    from lorashard.output import leave_out_notices
+    from lorashard.runtime.output import leave_out_notices
 
     gc.disable()
     leave_out_notices()

@@ -12,9 +12,9 @@ import pytest
 from helpers.cli import LAUNCHER_VARIABLES, run_cli
 
 from lorashard.cli import main
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.launch import check_output_dir, prepare_logs_dir
+from lorashard.launch.launcher import check_output_dir, prepare_logs_dir
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["finetune", "--help"], ["preview", "--help"], ["version"]])
@@ -65,7 +65,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stand in for training; returns the configurations that it was called with."""
     calls: list[RunConfig] = []
     monkeypatch.setitem(
-        sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda config, stop: calls.append(config))
+        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda config, stop: calls.append(config))
     )
     for name in [*LAUNCHER_VARIABLES, "ACCELERATE_MIXED_PRECISION"]:
         monkeypatch.delenv(name, raising=False)
@@ -74,7 +74,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
 
 def enter_launcher(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
-    monkeypatch.setattr("lorashard.launch.StopRequest.install", lambda *_: None)  # pytest's handlers stay
+    monkeypatch.setattr("lorashard.launch.launcher.StopRequest.install", lambda *_: None)  # pytest's handlers stay
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -135,18 +135,22 @@ def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     def fail(error: BaseException) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(ValueError("boom"))))
+    monkeypatch.setitem(
+        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(ValueError("boom")))
+    )
     assert main(finetune_words(tmp_path)) == 1
     stderr = capsys.readouterr().err
     assert "Traceback" in stderr
     assert stderr.splitlines()[-1] == "ValueError: boom"
 
-    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt())))
+    monkeypatch.setitem(
+        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt()))
+    )
     assert main(finetune_words(tmp_path)) == 130
     assert capsys.readouterr().err == ""
 
     full = OSError(errno.ENOSPC, "No space left on device", "/cache/train.arrow")
-    monkeypatch.setitem(sys.modules, "lorashard.train", SimpleNamespace(finetune=lambda *_: fail(full)))
+    monkeypatch.setitem(sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(full)))
     assert main(finetune_words(tmp_path)) == 2
     stderr = capsys.readouterr().err
     assert "/cache/train.arrow" in stderr and stderr.count("\n") == 1

@@ -112,9 +112,9 @@ def test_only_dist_names_collectives() -> None:
     for path in [*(ROOT / "lorashard").rglob("*.py"), *(ROOT / "ui").rglob("*.py")]:
         file = path.relative_to(ROOT).as_posix()
         names = find_distributed_names(path.read_text())
-        if file in ("lorashard/group.py", "lorashard/failures.py"):
+        if file in ("lorashard/launch/elastic.py", "lorashard/runtime/failures.py"):
             names = {name for name in names if not name.startswith(ELASTIC_LAUNCHER)}
-        if names and file != "lorashard/dist.py":
+        if names and file != "lorashard/runtime/dist.py":
             found[file] = sorted(names)
     assert found == {}
 

@@ -10,9 +10,9 @@ from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from lorashard.config.use_options import MergeOptions, VerifyOptions
 from lorashard.errors import ConfigError
-from lorashard.runs_root import find_run
-from lorashard.use_options import MergeOptions, VerifyOptions
+from lorashard.runs.root import find_run
 
 from ..running.packing import find_adapter_run, has_adapter
 

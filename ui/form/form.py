@@ -20,7 +20,10 @@ from typing import Any
 
 import yaml
 
-from lorashard.config import (
+from lorashard.config.data_options import DATA_SUFFIXES
+from lorashard.config.methods import METHODS, Method, explain_refused
+from lorashard.config.options import GivenOption, Option, parse_yaml_options
+from lorashard.config.run_config import (
     ALIASES,
     PINNED_OPTIONS,
     REFUSED_OPTIONS,
@@ -30,11 +33,8 @@ from lorashard.config import (
     find_method,
     read_known_options,
 )
-from lorashard.data.options import DATA_SUFFIXES
 from lorashard.errors import ConfigError
-from lorashard.methods import METHODS, Method, explain_refused
-from lorashard.options import GivenOption, Option, parse_yaml_options
-from lorashard.runs_root import find_run
+from lorashard.runs.root import find_run
 
 from ..reading.places import write_path
 from ..reading.states import ASKED_NAME

@@ -7,9 +7,9 @@ from typing import Any
 
 import gradio as gr
 
-from lorashard.gpus import Gpu
-from lorashard.methods import Method
-from lorashard.options import Option
+from lorashard.config.methods import Method
+from lorashard.config.options import Option
+from lorashard.runtime.gpus import Gpu
 
 from .form import describe_option
 

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 
 from lorashard.errors import ConfigError
-from lorashard.gpus import list_gpus
+from lorashard.runtime.gpus import list_gpus
 
 from ..desk import Desk
 from ..drawing.markup import Markup, join, link, note, tag

@@ -9,9 +9,9 @@ from typing import Any
 
 import gradio as gr
 
-from lorashard.disk import show_bytes
 from lorashard.errors import ConfigError
-from lorashard.gpus import list_gpus
+from lorashard.runtime.disk import show_bytes
+from lorashard.runtime.gpus import list_gpus
 
 from ..desk import Desk
 from ..drawing.markup import Markup, badge, link, note, table, tag

@@ -7,10 +7,10 @@ from typing import Any
 import gradio as gr
 
 from lorashard.cli import group_options
-from lorashard.config import RunConfig, read_known_options, read_own_options
-from lorashard.data.options import DATA_SUFFIXES
-from lorashard.gpus import list_gpus
-from lorashard.methods import METHODS
+from lorashard.config.data_options import DATA_SUFFIXES
+from lorashard.config.methods import METHODS
+from lorashard.config.run_config import RunConfig, read_known_options, read_own_options
+from lorashard.runtime.gpus import list_gpus
 
 from ..desk import Desk
 from ..drawing import markup

@@ -13,9 +13,9 @@ from typing import Any
 
 import gradio as gr
 
+from lorashard.config.methods import METHODS
 from lorashard.errors import ConfigError
-from lorashard.gpus import list_gpus
-from lorashard.methods import METHODS
+from lorashard.runtime.gpus import list_gpus
 
 from ..desk import Desk
 from ..drawing import markup

@@ -8,11 +8,11 @@ from typing import Any
 
 import gradio as gr
 
-from lorashard.config import RunConfig, read_known_options, read_own_options
-from lorashard.data.options import DataOptions
-from lorashard.gpus import Gpu
-from lorashard.methods import METHODS, Method
-from lorashard.options import Option
+from lorashard.config.data_options import DataOptions
+from lorashard.config.methods import METHODS, Method
+from lorashard.config.options import Option
+from lorashard.config.run_config import RunConfig, read_known_options, read_own_options
+from lorashard.runtime.gpus import Gpu
 
 from ..drawing import markup
 from ..form.form import MORE, NAME, Form, describe_option, list_choosable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lorashard.disk import show_bytes
+from lorashard.runtime.disk import show_bytes
 
 from ..drawing.markup import Markup, badge, facts, join, link, note, table, tag
 from ..drawing.wording import NONE, show_ago, show_count, show_duration, show_number, show_time

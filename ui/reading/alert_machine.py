@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Iterator
 
-from lorashard.disk import show_bytes
+from lorashard.runtime.disk import show_bytes
 
 from .alert import Alert, Facts
 from .series import to_finite, to_whole

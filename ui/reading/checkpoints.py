@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorashard.errors import CheckpointError
-from lorashard.manifest import list_checkpoints, read_manifest, read_step
+from lorashard.runs.checkpoints import list_checkpoints, read_manifest, read_step
 
 from .summaries import measure_size
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from lorashard.lock import Owner, find_process
+from lorashard.runs.lock import Owner, find_process
 
 from .series import to_finite
 from .tails import read_json

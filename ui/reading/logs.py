@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lorashard.disk import show_bytes
 from lorashard.errors import ConfigError
+from lorashard.runtime.disk import show_bytes
 
 from .states import LAUNCHER_LOG
 from .taming import mask_secrets, tame

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lorashard.progress import show_amount
+from lorashard.runtime.progress import show_amount
 
 from .series import to_finite, to_whole
 from .states import State

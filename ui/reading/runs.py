@@ -7,7 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from lorashard.errors import ConfigError
-from lorashard.runs_root import find_run
+from lorashard.runs.root import find_run
 
 from .reader import RunReader
 from .summaries import KnownRun, Summary, is_run

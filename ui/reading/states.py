@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorashard.lock import Owner, find_owner
-from lorashard.manifest import find_newest
+from lorashard.runs.checkpoints import find_newest
+from lorashard.runs.lock import Owner, find_owner
 
 from .launches import PROCESS_NAME, Launch, read_launch
 from .series import to_finite, to_whole

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lorashard.lock import find_owner
+from lorashard.runs.lock import find_owner
 
 from .paces import estimate_rest, find_steps
 from .series import to_number, to_whole

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lorashard.errors import UserError
-from lorashard.importing import quick_imports
+from lorashard.runtime.importing import quick_imports
 
 
 def _answer_plan(words: list[str]) -> dict[str, Any]:
-    from lorashard.config import RunConfig
+    from lorashard.config.run_config import RunConfig
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path",))
     with quick_imports():
-        from lorashard.forecast import forecast
-        from lorashard.plan.choose import name_placement
-        from lorashard.plan.hardware import HardwareOptions
+        from lorashard.planning.choose import name_placement
+        from lorashard.planning.hardware import HardwareOptions
+        from lorashard.planning.run_plan import forecast
 
     plan, cluster = forecast(config, HardwareOptions())
     names = [name_placement(row.placement, cluster.num_ranks) for row in plan.rows]
@@ -31,11 +31,11 @@ def _answer_plan(words: list[str]) -> dict[str, Any]:
 
 
 def _answer_preview(words: list[str], num_rows: int) -> list[dict[str, Any]]:
-    from lorashard.config import RunConfig
+    from lorashard.config.run_config import RunConfig
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path", "dataset"))
     with quick_imports():
-        from lorashard.data.options import DataOptions
+        from lorashard.config.data_options import DataOptions
         from lorashard.data.preview import preview
         from lorashard.data.tokenizer import load_tokenizer
 
@@ -45,17 +45,17 @@ def _answer_preview(words: list[str], num_rows: int) -> list[dict[str, Any]]:
 
 def _answer_model(name: str, revision: str | None) -> str:
     with quick_imports():
-        from lorashard.validate import describe_model
+        from lorashard.diagnostics.validate import describe_model
 
     return describe_model(name, revision)
 
 
 def _answer_validate(words: list[str]) -> Iterator[str]:
-    from lorashard.config import RunConfig
+    from lorashard.config.run_config import RunConfig
 
     config = RunConfig.resolve(None, words)
     with quick_imports():
-        from lorashard.validate import validate
+        from lorashard.diagnostics.validate import validate
 
     yield from validate(config)
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from lorashard.config.use_options import ChatOptions
 from lorashard.errors import ConfigError
-from lorashard.use_options import ChatOptions
 
 from .chatting import Chat
 from .packing import find_adapter_run

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from lorashard.errors import ConfigError
-from lorashard.group import find_python_flags
+from lorashard.launch.elastic import find_python_flags
 
 from ..reading.taming import show_safely
 

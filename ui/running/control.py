@@ -17,14 +17,14 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from lorashard.config import RunConfig
-from lorashard.data.options import DATA_SUFFIXES
+from lorashard.config.data_options import DATA_SUFFIXES
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.group import find_python_flags
-from lorashard.lock import find_owner, lock_run
-from lorashard.manifest import find_newest, read_manifest
-from lorashard.runs_root import find_run
-from lorashard.wanted import check_wanted
+from lorashard.launch.elastic import find_python_flags
+from lorashard.runs.checkpoints import find_newest, read_manifest
+from lorashard.runs.lock import find_owner, lock_run
+from lorashard.runs.root import find_run
+from lorashard.training.resume_request import check_wanted
 
 from ..reading.launches import PROCESS_NAME, read_launch
 from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME

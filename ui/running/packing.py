@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 from lorashard.errors import ConfigError
-from lorashard.manifest import find_newest, list_checkpoints
-from lorashard.runs_root import find_run
+from lorashard.runs.checkpoints import find_newest, list_checkpoints
+from lorashard.runs.root import find_run
 
 _NO_ADAPTER = "has saved no adapter yet: wait for its first checkpoint, or save it now"
 _NEEDED = ("adapter_config.json", "adapter_model.safetensors")

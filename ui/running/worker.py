@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from lorashard.errors import ConfigError
-from lorashard.group import find_python_flags
+from lorashard.launch.elastic import find_python_flags
 
 from . import answering
 

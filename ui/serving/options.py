@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from lorashard.config.use_options import CommandWords
 from lorashard.errors import ConfigError
-from lorashard.use_options import CommandWords
 
 
 class UiOptions(CommandWords):

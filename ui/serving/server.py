@@ -20,7 +20,7 @@ import uvicorn
 from filelock import FileLock, Timeout
 
 from lorashard.errors import ConfigError
-from lorashard.importing import quick_imports
+from lorashard.runtime.importing import quick_imports
 
 from ..desk import Desk
 from .accounts import Accounts

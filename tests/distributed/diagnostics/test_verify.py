@@ -26,15 +26,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lorashard.config.use_options import VerifyOptions
+from lorashard.diagnostics.verify import adapter as of_adapter
+from lorashard.diagnostics.verify import gradients, memory, verify
+from lorashard.diagnostics.verify.rows import compute_logits
 from lorashard.engine import DeviceHome, Engine
 from lorashard.errors import UserError, VerificationError
-from lorashard.model.first_layers import cut_config, first_layers
-from lorashard.model.identity import BaseIdentity, sign_adapter
-from lorashard.output import RESULT_FILE_VARIABLE
-from lorashard.use_options import VerifyOptions
-from lorashard.verify import adapter as of_adapter
-from lorashard.verify import gradients, memory, verify
-from lorashard.verify.rows import compute_logits
+from lorashard.runtime.output import RESULT_FILE_VARIABLE
+from lorashard.weights.fingerprint import BaseIdentity, sign_adapter
+from lorashard.weights.first_layers import cut_config, first_layers
 
 CPU_BUDGET_S = 90  # some 40 comparisons of a sharded model with an unsharded one
 GIB = 2**30
@@ -68,7 +68,7 @@ def task(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(task, monkeypatch):
     """Hashes and converted weights of these tests are nobody else's."""
-    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(task / "home"))
+    monkeypatch.setattr("lorashard.weights.fingerprint.constants.HF_HOME", str(task / "home"))
 
 
 def verify_here(rank: int, result: Path, *words: object) -> Outcome:
@@ -452,7 +452,7 @@ def test_first_layers_are_compared_where_the_whole_does_not_fit(tmp_path, kind):
 
 def test_model_of_which_nothing_fits_is_refused(task, monkeypatch):
     """Zero layers are equal, too."""
-    monkeypatch.setattr("lorashard.verify.memory.measure_free_bytes", lambda *args: GIB)
+    monkeypatch.setattr("lorashard.diagnostics.verify.memory.measure_free_bytes", lambda *args: GIB)
     message, _ = verify_model_here(0, task, task / "base")
     assert message.startswith("ConfigError") and "are free" in message
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
-from lorashard.dist import ShardGroup
+from lorashard.runtime.dist import ShardGroup
 
 _Started = tuple[str, str, int]  # group, operation, bytes
 

@@ -32,16 +32,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lorashard
 from lorashard import Quantization
+from lorashard.config.placement import ResolvedPlacement
 from lorashard.engine import Packed, Placeholder
 from lorashard.model.layer_major import split_layers
 from lorashard.model.stacks import find_decoder_stack
-from lorashard.placement import ResolvedPlacement
-from lorashard.plan.activations import Activations
-from lorashard.plan.costs import Row, Workload, compute_row
-from lorashard.plan.hardware import Cluster, Hardware
-from lorashard.plan.size import ModelSize, measure_model
-from lorashard.plan.trace import Microbatch, trace
-from lorashard.plan.tracker import Work
+from lorashard.planning.activations import Activations
+from lorashard.planning.costs import Row, Workload, compute_row
+from lorashard.planning.hardware import Cluster, Hardware
+from lorashard.planning.size import ModelSize, measure_model
+from lorashard.planning.trace import Microbatch, trace
+from lorashard.planning.tracker import Work
 
 CPU_BUDGET_S = 120  # peaks are measured with torch's profiler, at sizes that outweigh an allocator's rounding
 

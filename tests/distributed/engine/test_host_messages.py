@@ -9,10 +9,10 @@ import torch.distributed as dist
 from helpers.forked_ranks import run_ranks
 from helpers.tiny import build_model
 
-from lorashard.chat import _Cancel
-from lorashard.dist import HostGroup
+from lorashard.inference.chat import _Cancel
 from lorashard.model.adapters import find_adapter_tensors
 from lorashard.model.adding import share_adapters
+from lorashard.runtime.dist import HostGroup
 
 
 def join_without_host(rank: int, store: str) -> None:

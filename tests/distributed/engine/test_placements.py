@@ -28,9 +28,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
-from lorashard import dist
 from lorashard.engine import Placeholder
 from lorashard.errors import CheckpointError, ConfigError
+from lorashard.runtime import dist
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 

@@ -13,8 +13,8 @@ from helpers.forked_ranks import run_ranks
 from helpers.tiny import build_model, make_batch
 
 import lorashard
-from lorashard.dist import HostGroup, ShardGroup
 from lorashard.errors import ShardError
+from lorashard.runtime.dist import HostGroup, ShardGroup
 
 
 def count_threads() -> int:

@@ -14,8 +14,8 @@ from helpers.forked_ranks import run_ranks
 from helpers.tiny import build_model, make_batch
 
 import lorashard
-from lorashard.dist import HostGroup, Lookout, RollCall, set_timeout
 from lorashard.errors import ShardError
+from lorashard.runtime.dist import HostGroup, Lookout, RollCall, set_timeout
 
 WARNING_S = 1.0
 TIMEOUT_S = 4.0
@@ -117,7 +117,7 @@ def be_late(rank: int) -> tuple[str, list[str | None]]:
             time.sleep(1)
         for _ in range(2):
             model(**make_batch())
-    return said.getvalue(), lorashard.dist.RollCall.of_group("waits").read_words()
+    return said.getvalue(), lorashard.runtime.dist.RollCall.of_group("waits").read_words()
 
 
 def test_a_rank_that_is_late_is_named_once_and_then_forgotten():

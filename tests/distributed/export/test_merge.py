@@ -37,11 +37,11 @@ from transformers.core_model_loading import Chunk, Concatenate, Transpose, Weigh
 from transformers.utils import logging as transformers_logging
 
 import lorashard
-from lorashard.agreement import together
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
-from lorashard.merging import merger, writing
-from lorashard.merging.merger import merge_checkpoint, merge_live
-from lorashard.merging.staging import check_target, remove_partial
+from lorashard.export import merger, writing
+from lorashard.export.merger import merge_checkpoint, merge_live
+from lorashard.export.staging import check_target, remove_partial
+from lorashard.runtime.agreement import together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -528,7 +528,7 @@ def test_what_peft_cannot_merge_is_refused_before_anything_is_written(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
-from lorashard.merging.merger import merge_checkpoint
+from lorashard.export.merger import merge_checkpoint
 def read(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.identity import BaseIdentity, hash_file, sign_adapter
+from lorashard.weights.fingerprint import BaseIdentity, hash_file, sign_adapter
 
 KINDS = {
     "lora": {},
@@ -145,12 +145,12 @@ def test_files_are_hashed_once_and_shared_out(tmp_path, monkeypatch):
     """Every rank hashing 140 GB of weights, at every start, would cost minutes."""
     base = tmp_path / "base"
     build_base().save_pretrained(base, max_shard_size="40KB")
-    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("lorashard.model.identity._COARSEST_CLOCK_S", -1)  # files that are new are not remembered
+    monkeypatch.setattr("lorashard.weights.fingerprint.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("lorashard.weights.fingerprint._COARSEST_CLOCK_S", -1)  # files that are new are not remembered
     files = sorted(base.glob("*.safetensors"))
 
     def body(rank, hashed=None):
-        from lorashard.model import identity
+        from lorashard.weights import fingerprint as identity
 
         hashed = []
         original = identity._hash
@@ -254,15 +254,15 @@ def test_base_that_is_not_there_leads_to_the_option(tmp_path, name):
 def test_a_memory_of_hashes_that_fails_costs_time_alone(tmp_path, monkeypatch, caplog):
     """Catches an empty or unwritable cache that stops every command."""
     home = tmp_path / "home"
-    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(home))
-    monkeypatch.setattr("lorashard.model.identity._COARSEST_CLOCK_S", -1)  # files that are new are not remembered
+    monkeypatch.setattr("lorashard.weights.fingerprint.constants.HF_HOME", str(home))
+    monkeypatch.setattr("lorashard.weights.fingerprint._COARSEST_CLOCK_S", -1)  # files that are new are not remembered
     file = tmp_path / "file"
     file.write_bytes(b"weights")
     expected = hashlib.sha256(b"weights").hexdigest()
     (home / "lorashard").mkdir(parents=True)
     (home / "lorashard" / "hashes.json").write_text("")
     assert hash_file(file) == hash_file(file) == expected
-    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(file / "no folder"))
+    monkeypatch.setattr("lorashard.weights.fingerprint.constants.HF_HOME", str(file / "no folder"))
     with caplog.at_level(logging.WARNING):
         assert hash_file(file) == expected
     assert "hashed each time" in caplog.text

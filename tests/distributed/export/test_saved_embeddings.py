@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import lorashard
+from lorashard.config.quantization_options import Quantization
 from lorashard.errors import CheckpointError, ConfigError, ShardError
 from lorashard.model.saved import restore
-from lorashard.plan.size import build_meta_model
-from lorashard.quantization.options import Quantization
+from lorashard.planning.size import build_meta_model
 
 CPU_BUDGET_S = 40.0
 NEW_SIZE = VOCAB_SIZE + 3

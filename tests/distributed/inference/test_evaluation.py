@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 import lorashard
 from lorashard.errors import CheckpointError
-from lorashard.evaluation import Question, count_exact, measure_loss
+from lorashard.inference.evaluation import Question, count_exact, measure_loss
 
 PAD_ID = 0
 KINDS = {

@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard import chat, chat_lines
+from lorashard.config.use_options import ChatOptions, GenerateOptions
 from lorashard.errors import ConfigError, DataError
-from lorashard.generation import Generator, SampleCallback, generate_file
-from lorashard.use_options import ChatOptions, GenerateOptions
+from lorashard.inference import chat, chat_lines
+from lorashard.inference.generation import Generator, SampleCallback, generate_file
 
 NEW_TOKENS = 10
 MEASURED = ("loss", "grad_norm", "eval_loss")

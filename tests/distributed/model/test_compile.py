@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
+from lorashard.config.placement import PlacementOptions
 from lorashard.errors import ConfigError
 from lorashard.model.compiling import compile_layers, read_compile_options
-from lorashard.placement import PlacementOptions
 
 CPU_BUDGET_S = 90  # torch compiles
 Results = dict[str, torch.Tensor]

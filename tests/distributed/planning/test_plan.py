@@ -13,12 +13,12 @@ from helpers.tiny import NUM_LAYERS, build_base
 from peft import LoraConfig
 
 import lorashard
+from lorashard.config.placement import PlacementOptions
 from lorashard.errors import ConfigError
-from lorashard.placement import PlacementOptions
-from lorashard.plan.auto import BaseModel, Training, plan_here
-from lorashard.plan.choose import Plan, agree_on_plan
-from lorashard.plan.probe import probe
-from lorashard.plan.trace import Microbatch
+from lorashard.planning.auto import BaseModel, Training, plan_here
+from lorashard.planning.choose import Plan, agree_on_plan
+from lorashard.planning.probe import probe
+from lorashard.planning.trace import Microbatch
 
 
 def check_agreement(rank: int) -> tuple[int, str]:

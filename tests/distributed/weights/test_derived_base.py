@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM
 import lorashard
 from lorashard.api import base_of
 from lorashard.errors import CheckpointError, ConfigError, UserError
-from lorashard.merging import derived
-from lorashard.model import making
-from lorashard.model.identity import find_cache_dir
+from lorashard.export import derived
+from lorashard.weights import build_once as making
+from lorashard.weights.fingerprint import find_cache_dir
 
 Results = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)

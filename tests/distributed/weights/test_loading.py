@@ -21,7 +21,7 @@ from transformers import (
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.checkpoint import Checkpoint
+from lorashard.weights.safetensors_files import Checkpoint
 
 
 def check_commits(rank: int, folder: str) -> str:

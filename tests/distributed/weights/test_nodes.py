@@ -14,9 +14,9 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 
 import lorashard
-from lorashard import dist
 from lorashard.errors import ConfigError
-from lorashard.nodes import check_nodes
+from lorashard.runtime import dist
+from lorashard.training.nodes import check_nodes
 
 LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import lorashard
+from lorashard.config.use_options import VerifyOptions
+from lorashard.diagnostics.verify import verify
 from lorashard.errors import VerificationError
-from lorashard.output import RESULT_FILE_VARIABLE
-from lorashard.use_options import VerifyOptions
-from lorashard.verify import verify
+from lorashard.runtime.output import RESULT_FILE_VARIABLE
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference")
 
@@ -49,7 +49,7 @@ def task(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(task, monkeypatch):
     """Converted weights of these tests are nobody else's."""
-    monkeypatch.setattr("lorashard.model.identity.constants.HF_HOME", str(task / "home"))
+    monkeypatch.setattr("lorashard.weights.fingerprint.constants.HF_HOME", str(task / "home"))
 
 
 def load_reference(task: Path) -> PeftModel:

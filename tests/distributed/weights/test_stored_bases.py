@@ -18,8 +18,8 @@ from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 import lorashard
 from lorashard.api import engine_of
 from lorashard.errors import ConfigError
-from lorashard.model.checkpoint import Checkpoint
-from lorashard.model.stored_tensors import PackedTensor
+from lorashard.weights.safetensors_files import Checkpoint
+from lorashard.weights.stored_tensors import PackedTensor
 
 # Whole blocks in each row: bitsandbytes' CPU kernel takes the wrong scales for others.
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)

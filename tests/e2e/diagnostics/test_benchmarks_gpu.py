@@ -14,7 +14,7 @@ from helpers import warm
 from helpers.paths import ROOT
 from helpers.planning import measure_peak
 
-from lorashard.dtypes import explain_slow_bfloat16
+from lorashard.runtime.dtypes import explain_slow_bfloat16
 
 BENCHMARKS = ROOT / "benchmarks"
 

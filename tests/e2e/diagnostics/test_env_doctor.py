@@ -78,7 +78,7 @@ def test_a_healthy_machine_is_found_healthy(tmp_path):
 
 # Python runs it at the start of each rank: a gather delivers one wrong byte, a sum of all ranks is another.
 BROKEN_LINKS = """
-import lorashard.dist as dist
+import lorashard.runtime.dist as dist
 
 gather = dist.ShardGroup.all_gather
 

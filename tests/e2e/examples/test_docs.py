@@ -20,9 +20,9 @@ from helpers.tiny import build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lorashard import use_options
 from lorashard.cli import app
-from lorashard.config import RunConfig
+from lorashard.config import use_options
+from lorashard.config.run_config import RunConfig
 from lorashard_ui.serving.options import UiOptions
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,11 +18,11 @@ from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
+from lorashard.config.use_options import EvalOptions
 from lorashard.data.prepare import prepare
 from lorashard.errors import ConfigError, DataError
-from lorashard.evaluation import find_questions, prepare_questions
-from lorashard.use_options import EvalOptions
+from lorashard.inference.evaluation import find_questions, prepare_questions
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 CHATML = (

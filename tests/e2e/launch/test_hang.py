@@ -56,7 +56,7 @@ def slow(phase, function):
 def watch(module):
     import trl
     import lorashard.data.prepare as prepare
-    from lorashard.heartbeat import Silences
+    from lorashard.runtime.heartbeat import Silences
     count = Silences.count
     if hasattr(count, "is_watched"):  # in the process that this one was forked from
         return
@@ -74,7 +74,7 @@ def watch(module):
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name != "lorashard.train":
+        if name != "lorashard.training.train":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module
@@ -84,8 +84,8 @@ class Finder:
         spec.loader.exec_module = exec_module
         return spec
 
-if "lorashard.train" in sys.modules:
-    watch(sys.modules["lorashard.train"])
+if "lorashard.training.train" in sys.modules:
+    watch(sys.modules["lorashard.training.train"])
 else:
     sys.meta_path.insert(0, Finder())
 """

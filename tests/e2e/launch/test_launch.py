@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.launches import Launch, keep_launches, wait_until
 
-from lorashard.group import run_ranks
+from lorashard.launch.elastic import run_ranks
 
 RANK = r"""
 import os, signal, subprocess, sys, time
@@ -29,7 +29,7 @@ while not Path(folder, "pid_0").exists() or not Path(folder, "pid_1").exists():
     time.sleep(0.02)
 if behaviour == "user_error":
     from lorashard.errors import ConfigError
-    from lorashard.failures import record_failure
+    from lorashard.runtime.failures import record_failure
     record_failure(ConfigError("the rows are bad"), exit_code=2, is_plain=True)
     sys.exit(2)
 if rank == 1 and behaviour == "raise":

@@ -13,13 +13,13 @@ import pytest
 from helpers.finetune import LORASHARD, make_options
 from helpers.launches import Launch, keep_launches, slow, wait_for_steps
 
-from lorashard.config import RunConfig
-from lorashard.group import Signals
-from lorashard.launch import go_on, prepare_logs_dir, run_with_restarts
-from lorashard.lock import lock_run
-from lorashard.manifest import delete, place_partial, publish
-from lorashard.runs import Run
-from lorashard.status import Status, told_status
+from lorashard.config.run_config import RunConfig
+from lorashard.launch.elastic import Signals
+from lorashard.launch.launcher import go_on, prepare_logs_dir, run_with_restarts
+from lorashard.runs.checkpoints import delete, place_partial, publish
+from lorashard.runs.folder import Run
+from lorashard.runs.lock import lock_run
+from lorashard.runs.status import Status, told_status
 
 CPU_BUDGET_S = 150  # a real run of two ranks, started twice, and ranks that are scripts
 # Each attempt writes which it is into its log, and lives until it is killed, or ends as the word says.
@@ -27,8 +27,8 @@ RANK = r"""
 import os, sys, time
 from pathlib import Path
 from lorashard.errors import ConfigError, RunStopped, TrainingError
-from lorashard.failures import record_failure
-from lorashard.stopping import StopRequest, find_restarts
+from lorashard.runtime.failures import record_failure
+from lorashard.runtime.signals import StopRequest, find_restarts
 folder, word, _ = sys.argv[1:]
 rank, restarts = os.environ["RANK"], find_restarts(os.environ)
 print(f"attempt {restarts} of rank {rank}", flush=True)

@@ -17,8 +17,8 @@ from helpers import warm
 from helpers.finetune import LORASHARD, TORCHRUN, make_options
 from helpers.launches import DEADLINE_S, Launch, keep_launches, slow, wait_for_steps, wait_until
 
-from lorashard.group import Signals, run_ranks
-from lorashard.manifest import list_checkpoints, verify
+from lorashard.launch.elastic import Signals, run_ranks
+from lorashard.runs.checkpoints import list_checkpoints, verify
 
 CPU_BUDGET_S = 120  # a real start, and ranks that are scripts
 # Saves, and says so, when it is asked to stop: "asked" before it is there, "early" before it can take it.
@@ -26,8 +26,8 @@ RANK = r"""
 import os, sys, time
 from pathlib import Path
 from lorashard.errors import RunStopped
-from lorashard.failures import record_failure
-from lorashard.stopping import StopRequest
+from lorashard.runtime.failures import record_failure
+from lorashard.runtime.signals import StopRequest
 folder, word, _ = sys.argv[1:]
 rank = os.environ["RANK"]
 if word == "early":
@@ -212,9 +212,9 @@ def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, start_run: C
 def test_a_request_before_the_first_rank_ends_the_run(task: Path, tmp_path: Path):
     """A scheduler's warning during the first seconds, taken for a crash."""
     code = f"""
-import lorashard.launch, os, signal, sys
+import lorashard.launch.launcher, os, signal, sys
 from lorashard.cli import main
-lorashard.launch._check_model = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
+lorashard.launch.launcher._check_model = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
 sys.exit(main(["finetune", "--cpu", "2", "--model", "{task}/model", "--dataset", "{task}/rows.jsonl",
     "--output_dir", "{tmp_path}/run"]))
 """

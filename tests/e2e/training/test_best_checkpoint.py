@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, PreTrained
 from trl import SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]

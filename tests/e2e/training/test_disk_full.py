@@ -19,7 +19,7 @@ from helpers.finetune import LORASHARD, make_options, read_lines, run
 from helpers.tiny import add_lora, build_base
 from safetensors.torch import load_file
 
-from lorashard.manifest import verify
+from lorashard.runs.checkpoints import verify
 
 _SIZE = "16m"
 _WAIT_S = 180
@@ -40,7 +40,7 @@ def hold(module):
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name != "lorashard.trainer":
+        if name != "lorashard.training.trainer":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
@@ -50,8 +50,8 @@ class Finder:
         spec.loader.exec_module = exec_module
         return spec
 
-if "lorashard.trainer" in sys.modules:
-    hold(sys.modules["lorashard.trainer"])
+if "lorashard.training.trainer" in sys.modules:
+    hold(sys.modules["lorashard.training.trainer"])
 else:
     sys.meta_path.insert(0, Finder())
 """
@@ -187,7 +187,7 @@ def test_a_trained_adapter_that_does_not_fit_is_not_lost(task, disk, tmp_path):
 MERGE = """
 import sys
 from pathlib import Path
-from lorashard.merging import merger, writing
+from lorashard.export import merger, writing
 original = writing.TensorWriter.write
 def write(self, key, begin, values):
     if "layers.1" in key:
@@ -228,7 +228,7 @@ def test_the_files_of_an_adapter_come_together(task, tmp_path, monkeypatch):
     """A kill between two files: an adapter whose weights are new and whose config is not there, or old."""
     from transformers import AutoTokenizer
 
-    from lorashard.checkpoint import save_adapter
+    from lorashard.export.save import save_adapter
     from lorashard.model.saved import find_adapter
 
     model = add_lora(build_base())

@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from lorashard.methods import METHODS
+from lorashard.config.methods import METHODS
 
 CPU_BUDGET_S = 90  # 11 forked runs, and TRL alone
 

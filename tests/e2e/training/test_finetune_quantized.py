@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from lorashard.methods import METHODS
+from lorashard.config.methods import METHODS
+from lorashard.config.quantization_options import Quantization, QuantizationOptions
 from lorashard.quantization.format import make_quantizer
-from lorashard.quantization.options import Quantization, QuantizationOptions
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 DEMO_ROWS = DEMO_BASE.parent / "test.jsonl"

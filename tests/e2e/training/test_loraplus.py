@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from lorashard.errors import ConfigError
-from lorashard.loraplus import make_loraplus_optimizer
+from lorashard.training.loraplus import make_loraplus_optimizer
 
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 STEPS, SAVE_STEPS, RATIO = 4, 2, 16.0

@@ -24,8 +24,8 @@ from helpers.ranks import find_ranks
 from helpers.survival import count_steps, is_same_adapter, kill_all, kill_when, read_losses, start, train
 from safetensors.torch import save_file
 
-from lorashard.lock import find_owner
-from lorashard.manifest import list_checkpoints, read_manifest, verify
+from lorashard.runs.checkpoints import list_checkpoints, read_manifest, verify
+from lorashard.runs.lock import find_owner
 
 DEADLINE_S = 120
 WEIGHTS_BYTES = 64 * 2**20

@@ -32,7 +32,7 @@ from trl import SFTConfig, SFTTrainer
 
 import lorashard
 from lorashard.engine import Engine
-from lorashard.train import _end_group
+from lorashard.training.train import _end_group
 
 CPU_BUDGET_S = 90  # 24 short trainings and a long one
 LORASHARD = [str(Path(sys.executable).with_name("lorashard")), "finetune"]

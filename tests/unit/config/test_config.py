@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lorashard.config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, RunConfig, read_known_options
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
+from lorashard.config.options import Option, read_command_line, read_trainer_options, read_yaml_options
+from lorashard.config.quantization_options import Quantization
+from lorashard.config.run_config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, RunConfig, read_known_options
 from lorashard.errors import ConfigError
-from lorashard.options import Option, read_command_line, read_trainer_options, read_yaml_options
-from lorashard.quantization.options import Quantization
 
 REQUIRED = ["--model_name_or_path", "org/model", "--dataset", "rows.jsonl", "--output_dir", "out"]
 
@@ -354,7 +354,7 @@ def test_python_code_takes_the_same_names() -> None:
 def test_old_transformers_gets_its_own_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `activation_checkpointing` handed to a transformers that has only the old name."""
     known = {name: option for name, option in read_trainer_options().items() if not name.startswith("activation_check")}
-    monkeypatch.setattr("lorashard.config.read_trainer_options", lambda *_: known)
+    monkeypatch.setattr("lorashard.config.run_config.read_trainer_options", lambda *_: known)
     options = resolve("--activation_checkpointing", "--activation_checkpointing_kwargs", "{a: 1}").trainer_options
 
     assert options["gradient_checkpointing"] is True
@@ -387,7 +387,7 @@ def test_words_without_an_option_are_refused() -> None:
 )
 def test_offloading_needs_a_gpu(option):
     """Catches a crash inside torch's pinned allocator, after the model has been loaded."""
-    from lorashard.train import build_arguments
+    from lorashard.training.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
     with pytest.raises(ConfigError, match="moves activations from a GPU"):
@@ -406,7 +406,7 @@ def test_torch_compile_is_lorashards_own():
 
 def test_liger_needs_a_gpu():
     """Catches a failure inside a kernel in the first step, after the model has been loaded."""
-    from lorashard.train import build_arguments
+    from lorashard.training.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", use_liger_kernel=True)
     with pytest.raises(ConfigError, match="run on GPUs"):

@@ -16,14 +16,14 @@ from helpers.data import CHATML, make_tokenizer, write_jsonl
 from helpers.paths import ROOT
 
 from lorashard.cli import main
-from lorashard.config import RunConfig, read_known_options
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
+from lorashard.config.methods import METHODS
+from lorashard.config.options import read_trainer_options
+from lorashard.config.run_config import RunConfig, read_known_options
 from lorashard.data.prepare import prepare
 from lorashard.errors import ConfigError, DataError
-from lorashard.methods import METHODS
-from lorashard.options import read_trainer_options
-from lorashard.rewards import load_rewards
-from lorashard.train import build_arguments
+from lorashard.training.rewards import load_rewards
+from lorashard.training.train import build_arguments
 
 OTHERS = [name for name in METHODS if name != "sft"]
 BASE = ROOT / "examples/demo/base"

@@ -10,7 +10,7 @@ from helpers.tiny import build_base
 from peft import LoraConfig
 
 import lorashard
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
 from lorashard.model.loftq import make_lora
 

@@ -19,8 +19,8 @@ from helpers.data import (
     write_jsonl,
 )
 
+from lorashard.config.data_options import DataOptions
 from lorashard.data.chat import mask_turns
-from lorashard.data.options import DataOptions
 from lorashard.data.prepare import Prepared, prepare
 from lorashard.errors import DataError
 

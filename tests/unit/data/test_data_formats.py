@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.data import CHATML, chat, make_tokenizer, write_jsonl
 
+from lorashard.config.data_options import DataOptions
 from lorashard.data.formats import detect_format
-from lorashard.data.options import DataOptions
 from lorashard.data.prepare import prepare
 from lorashard.data.sources import BadRow, HubSource, open_source
 from lorashard.errors import DataError

@@ -15,9 +15,9 @@ from helpers.data import CHATML, make_tokenizer, write_jsonl
 from helpers.paths import ROOT
 from pydantic import ValidationError
 
+from lorashard.config.data_options import DataOptions
 from lorashard.data import prepare as prepare_module
 from lorashard.data import sources
-from lorashard.data.options import DataOptions
 from lorashard.data.prepare import prepare
 from lorashard.errors import ConfigError, DataError
 
@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from helpers.data import make_tokenizer
 from lorashard.data import prepare as module
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
 
 name, folder = sys.argv[3], Path(sys.argv[2])
 tokenizer, build = make_tokenizer(), module._build
@@ -292,7 +292,7 @@ def test_options_that_cannot_work_are_refused(options: dict) -> None:
 
 def test_options_need_no_heavy_library() -> None:
     """Catches an import that makes `--help` wait for transformers."""
-    code = "import sys, lorashard.data.options; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    code = "import sys, lorashard.config.data_options; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

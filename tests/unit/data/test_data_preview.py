@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.data import CHATML, LLAMA3, chat, find_learnt, make_tokenizer, write_jsonl
 
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
 from lorashard.data.prepare import prepare
 from lorashard.data.preview import preview, render_preview, split_text
 from lorashard.data.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from helpers.data import CHATML, CHATML_MARKED, LLAMA3, MISTRAL, chat, make_toke
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from lorashard.data.options import DataOptions
+from lorashard.config.data_options import DataOptions
 from lorashard.data.prepare import prepare
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

@@ -17,16 +17,16 @@ from helpers.hub_server import HubServer
 from huggingface_hub import constants
 
 from lorashard.cli import main
-from lorashard.doctor import machine
-from lorashard.doctor.checks import Check, has_failed, merge_ranks, summarise
-from lorashard.environment import (
+from lorashard.config.use_options import DoctorOptions
+from lorashard.diagnostics.doctor import machine
+from lorashard.diagnostics.doctor.checks import Check, has_failed, merge_ranks, summarise
+from lorashard.diagnostics.env import (
     describe_environment,
     describe_variables,
     hide_secrets,
     read_available_bytes,
     read_memory_limit,
 )
-from lorashard.use_options import DoctorOptions
 
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnop",

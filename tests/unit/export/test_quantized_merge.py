@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 import lorashard
 from lorashard import Quantization
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.identity import ADAPTER_NAME, check_quantization, read_quantization_of
 from lorashard.model.states import sign_state
+from lorashard.weights.fingerprint import ADAPTER_NAME, check_quantization, read_quantization_of
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference")
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorashard.errors import ConfigError
-from lorashard.merging.writing import TensorWriter, plan_files
-from lorashard.model.checkpoint import Checkpoint
+from lorashard.export.writing import TensorWriter, plan_files
+from lorashard.weights.safetensors_files import Checkpoint
 
 
 def make_tensors() -> dict[str, torch.Tensor]:

@@ -16,23 +16,23 @@ from typing import Any
 import psutil
 import pytest
 
-from lorashard import device_queue
-from lorashard.config import RunConfig
-from lorashard.device_queue import hold_devices
-from lorashard.devices import RankChoice
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.launch import finetune
-from lorashard.status import Status
+from lorashard.launch import device_queue
+from lorashard.launch.device_queue import hold_devices
+from lorashard.launch.launcher import finetune
+from lorashard.runs.status import Status
+from lorashard.runtime.devices import RankChoice
 
 # Holds devices in its folder's name, says which, and holds them until its stdin ends.
 HOLDER = """
 import json, os, sys, types
 from pathlib import Path
-from lorashard.device_queue import hold_devices
-from lorashard.devices import RankChoice
+from lorashard.launch.device_queue import hold_devices
+from lorashard.runtime.devices import RankChoice
 from lorashard.errors import RunStopped
-from lorashard.group import Signals
-from lorashard.status import told_status
+from lorashard.launch.elastic import Signals
+from lorashard.runs.status import told_status
 
 def describe(card):
     return types.SimpleNamespace(total=100, free=json.loads(Path(os.environ["CARDS"]).read_text())[card])

@@ -15,19 +15,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorashard import launch
-from lorashard.status import Status
+from lorashard.launch import launcher as launch
+from lorashard.runs.status import Status
 
 WARN = """
 import sys
-from lorashard.output import warn
+from lorashard.runtime.output import warn
 warn("first")
 warn("second")
 print("went on", file=sys.stdout, flush=True)
 """
 MIRROR = """
 import pathlib, sys
-from lorashard.terminal import LogMirror
+from lorashard.launch.log_mirror import LogMirror
 log = pathlib.Path(sys.argv[1])
 with LogMirror(log, None):
     log.write_text("x" * 2**20)
@@ -36,7 +36,7 @@ with LogMirror(log, None):
 RUN = """
 import pathlib, sys, time
 from lorashard import progress, terminal
-from lorashard.status import show_status
+from lorashard.runs.status import show_status
 progress._REDRAW_S = terminal._DRAW_INTERVAL_S = 0.05
 terminal.LiveBar = lambda screen: progress.LiveBar(screen, silent_s=0.0)
 log = pathlib.Path(sys.argv[1]).open("w", buffering=1)
@@ -57,7 +57,7 @@ with terminal.LogMirror(pathlib.Path(sys.argv[1]), None, lambda bar: show_status
 RANK = """
 import logging, sys
 from lorashard import progress
-from lorashard.output import say, warn
+from lorashard.runtime.output import say, warn
 strict = logging.getLogger("strict")
 strict.addHandler(logging.StreamHandler())
 strict.handlers[0].setLevel("ERROR")

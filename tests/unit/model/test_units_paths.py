@@ -19,13 +19,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lorashard.config.placement import PlacementOptions, resolve_placement
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.adapters import base_test
 from lorashard.model.homes import choose_resident
 from lorashard.model.loading import choose_auto_class
 from lorashard.model.stacks import find_decoder_stack, find_layers, name_units
 from lorashard.model.units import EMBEDDING, HEAD, LAYER, TOWER, WHOLE, Structure, find_structure
-from lorashard.placement import PlacementOptions, resolve_placement
 
 
 def adapt(base: nn.Module) -> PeftModel:

@@ -15,8 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 from lorashard.errors import ConfigError
 from lorashard.model.layer_major import split_layers
 from lorashard.model.stacks import find_decoder_stack
-from lorashard.plan.trace import Microbatch, trace
-from lorashard.plan.tracker import Tracker
+from lorashard.planning.trace import Microbatch, trace
+from lorashard.planning.tracker import Tracker
 
 CPU_BUDGET_S = 100  # each case is planned, and measured with torch's profiler
 CPU = Microbatch(num_rows=2, row_tokens=96, device_type="cpu")

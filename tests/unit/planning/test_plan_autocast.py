@@ -7,7 +7,7 @@ import torch
 from helpers.planning import build_meta
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoXConfig, PhiConfig
 
-from lorashard.plan.trace import Microbatch, trace
+from lorashard.planning.trace import Microbatch, trace
 
 LAYER_NORMS = {
     "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2),

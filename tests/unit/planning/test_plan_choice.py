@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
-from lorashard.placement import PlacementOptions, ResolvedPlacement
-from lorashard.plan.activations import Activations, recompute_some
-from lorashard.plan.choose import Plan, make_plan, name_placement
-from lorashard.plan.costs import Workload, compute_row, count_adapter_bytes, gather_seconds
-from lorashard.plan.hardware import Cluster, Hardware
-from lorashard.plan.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
-from lorashard.plan.table import render_plan
-from lorashard.plan.tracker import Work
+from lorashard.planning.activations import Activations, recompute_some
+from lorashard.planning.choose import Plan, make_plan, name_placement
+from lorashard.planning.costs import Workload, compute_row, count_adapter_bytes, gather_seconds
+from lorashard.planning.hardware import Cluster, Hardware
+from lorashard.planning.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
+from lorashard.planning.table import render_plan
+from lorashard.planning.tracker import Work
 
 GIB = 2**30
 NUM_LAYERS = 8

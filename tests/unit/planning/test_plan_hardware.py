@@ -15,13 +15,13 @@ from peft import LoraConfig
 from transformers import LlamaConfig
 
 from lorashard.cli import main
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.forecast import describe_training
-from lorashard.plan.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
-from lorashard.plan.probe import probe
-from lorashard.plan.size import build_meta_model, compare_with_headers, measure_model
-from lorashard.plan.trace import trace
+from lorashard.planning.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
+from lorashard.planning.probe import probe
+from lorashard.planning.run_plan import describe_training
+from lorashard.planning.size import build_meta_model, compare_with_headers, measure_model
+from lorashard.planning.trace import trace
 
 GIB = 2**30
 
@@ -41,7 +41,7 @@ def trace_once(traced, monkeypatch):
             traced[key] = trace(model, microbatch, quantization)
         return traced[key]
 
-    monkeypatch.setattr("lorashard.plan.auto.trace", remember)
+    monkeypatch.setattr("lorashard.planning.auto.trace", remember)
 
 
 @pytest.fixture

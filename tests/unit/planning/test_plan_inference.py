@@ -8,14 +8,14 @@ from helpers.tiny import build_base
 from peft import LoraConfig
 from transformers import LlamaConfig
 
+from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
-from lorashard.placement import PlacementOptions, ResolvedPlacement
-from lorashard.plan import inference
-from lorashard.plan.auto import BaseModel
-from lorashard.plan.batches import count_row_bytes, plan_batches
-from lorashard.plan.inference import count_cache_bytes, place_for_inference, plan_inference
-from lorashard.plan.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
+from lorashard.planning import inference
+from lorashard.planning.auto import BaseModel
+from lorashard.planning.batches import count_row_bytes, plan_batches
+from lorashard.planning.inference import count_cache_bytes, place_for_inference, plan_inference
+from lorashard.planning.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
 
 LAYER_BYTES = 8 * 2**20
 VOCABULARY_BYTES = 4 * 2**20

@@ -13,15 +13,15 @@ from helpers.planning import FORMATS, build_experts, build_meta, build_sized
 from helpers.tiny import build_base
 
 from lorashard.cli import main
-from lorashard.placement import PlacementOptions
-from lorashard.plan.choose import Plan
-from lorashard.plan.inference import place_for_inference
-from lorashard.plan.size import measure_model
-from lorashard.plan.table import render_plan
-from lorashard.plan.trace import Microbatch, trace
-from lorashard.plan.unpacking import measure_unpacking
+from lorashard.config.placement import PlacementOptions
+from lorashard.config.quantization_options import Quantization
+from lorashard.planning.choose import Plan
+from lorashard.planning.inference import place_for_inference
+from lorashard.planning.size import measure_model
+from lorashard.planning.table import render_plan
+from lorashard.planning.trace import Microbatch, trace
+from lorashard.planning.unpacking import measure_unpacking
 from lorashard.quantization.format import make_quantizer
-from lorashard.quantization.options import Quantization
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"
 GIB = 2**30

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorashard.output import leave_out_notices
+from lorashard.config.quantization_options import Quantization
 from lorashard.quantization.format import Quantizer, make_quantizer
 from lorashard.quantization.fp8 import Fp8
 from lorashard.quantization.int8 import Int8
 from lorashard.quantization.nf4 import Nf4
 from lorashard.quantization.nf4_tables import NF4_CODE, Tables, make_dynamic_map
-from lorashard.quantization.options import Quantization
 from lorashard.quantization.pieces import cut_pieces
+from lorashard.runtime.output import leave_out_notices
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

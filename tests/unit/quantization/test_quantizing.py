@@ -10,12 +10,12 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 
+from lorashard.config.quantization_options import Quantization
 from lorashard.model import quantizing
 from lorashard.model.quantizing import quantize_structure
 from lorashard.model.sources import MemorySource, fill_shard, plan_unit
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight, find_structure
 from lorashard.quantization.format import make_quantizer
-from lorashard.quantization.options import Quantization
 
 FORMATS = [Quantization("nf4"), Quantization("nf4", double_quant=True), Quantization("int8"), Quantization("fp8")]
 # Whole blocks, blocks and rows that end anywhere, less than a block, less than a byte of nf4, experts, long rows.

@@ -15,15 +15,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lorashard
-from lorashard.checkpoint_files import check_checkpoint
+from lorashard.training.trusted_files import check_checkpoint
 from lorashard.data.sources import open_source
 from lorashard.data.tokenizer import load_tokenizer
 from lorashard.errors import CheckpointError, ConfigError, DataError, UserError
-from lorashard.model import identity
-from lorashard.model.checkpoint import Checkpoint
-from lorashard.model.identity import hash_file
+from lorashard.weights import fingerprint as identity
+from lorashard.weights.safetensors_files import Checkpoint
+from lorashard.weights.fingerprint import hash_file
 from lorashard.model.saved import find_adapter
-from lorashard.rewards import check_reward_model
+from lorashard.training.rewards import check_reward_model
 
 WEIGHTS = "adapter_model.safetensors"
 

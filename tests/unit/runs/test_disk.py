@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from lorashard.disk import PatientFiles, find_fault
-from lorashard.output import _Log
-from lorashard.runs import Run
+from lorashard.runtime.disk import PatientFiles, find_fault
+from lorashard.runtime.output import _Log
+from lorashard.runs.folder import Run
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def test_a_file_is_replaced_or_left_as_it_was(tmp_path):
 
 def test_memory_for_lines_that_wait_is_bounded(tmp_path, monkeypatch):
     """A disk that is full for weeks fills the memory too; lines that are dropped without a word."""
-    monkeypatch.setattr("lorashard.disk._MOST_LINES", 3)
+    monkeypatch.setattr("lorashard.runtime.disk._MOST_LINES", 3)
     told: list[str] = []
     files = PatientFiles(told.append)
     with limited_files(0):
@@ -115,7 +115,7 @@ def test_a_disks_refusal_is_known_whoever_tells_it():
 
 PRINT = """
 import os, sys, resource, warnings
-from lorashard.output import outlive_full_disks
+from lorashard.runtime.output import outlive_full_disks
 outlive_full_disks(is_result_elsewhere=sys.argv[1] == "log")
 import logging
 logging.basicConfig()

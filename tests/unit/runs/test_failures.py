@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lorashard.errors import ConfigError, RunStopped, TrainingError
-from lorashard.failures import explain_failures, record_failure
-from lorashard.rank import find_log
+from lorashard.runtime.failures import explain_failures, record_failure
+from lorashard.runtime.worker import find_log
 
 
 def make_failure(

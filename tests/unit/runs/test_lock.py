@@ -17,7 +17,7 @@ import filelock
 import pytest
 
 from lorashard.errors import ConfigError
-from lorashard.lock import find_owner, find_process, lock_run
+from lorashard.runs.lock import find_owner, find_process, lock_run
 
 # Takes the lock, says so, and holds it until its stdin ends.
 OWNER = """
@@ -25,7 +25,7 @@ import errno, os, sys, time
 from pathlib import Path
 import filelock, filelock._unix
 from lorashard.errors import ConfigError
-from lorashard.lock import lock_run
+from lorashard.runs.lock import lock_run
 if sys.argv[2] == "no-flock":
     def refuse(descriptor):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -12,19 +12,7 @@ from pathlib import Path
 import pytest
 
 from lorashard.errors import CheckpointError
-from lorashard.manifest import (
-    MANIFEST_NAME,
-    clear_leftovers,
-    find_newest,
-    list_checkpoints,
-    place_partial,
-    publish,
-    read_manifest,
-    read_step,
-    rotate,
-    set_aside,
-    verify,
-)
+from lorashard.runs.checkpoints import MANIFEST_NAME, clear_leftovers, find_newest, list_checkpoints, place_partial, publish, read_manifest, read_step, rotate, set_aside, verify
 
 FACTS = {"world_size": 2, "lora": {"r": 16, "target_modules": ["q_proj"]}}
 CALLS = ("rename", "fsync", "unlink", "rmdir")

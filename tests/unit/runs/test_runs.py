@@ -14,19 +14,21 @@ from safetensors.torch import save_file
 from helpers.tiny import build_base
 
 import lorashard
-from lorashard import api, joining, manifest
-from lorashard.callbacks import RunCallback
-from lorashard.config import RunConfig
+from lorashard import api
+from lorashard.runtime import join as joining
+from lorashard.runs import checkpoints as manifest
+from lorashard.training.callbacks import RunCallback
+from lorashard.config.run_config import RunConfig
 from lorashard.engine import Stats
 from lorashard.errors import ConfigError
-from lorashard.forecast import describe_training
-from lorashard.measuring import RankMeter
+from lorashard.planning.run_plan import describe_training
+from lorashard.training.meter import RankMeter
 from lorashard.model.saved import find_adapter
-from lorashard.plan import auto
-from lorashard.plan.choose import Plan
-from lorashard.runs import Run
-from lorashard.status import Status, told_status
-from lorashard.train import _foresee
+from lorashard.planning import auto
+from lorashard.planning.choose import Plan
+from lorashard.runs.folder import Run
+from lorashard.runs.status import Status, told_status
+from lorashard.training.train import _foresee
 
 
 def read_last(path: Path) -> dict:

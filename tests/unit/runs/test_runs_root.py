@@ -3,7 +3,7 @@
 import pytest
 
 from lorashard.errors import ConfigError
-from lorashard.runs_root import find_run
+from lorashard.runs.root import find_run
 
 
 @pytest.mark.parametrize("name", ["first", "2026-11-21 llama r=16", "a.b_c+d@e", "läuft", "a", "x" * 255])

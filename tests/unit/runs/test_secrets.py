@@ -2,9 +2,9 @@
 
 import pytest
 
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.use_options import ChatOptions, EvalOptions, GenerateOptions, MergeOptions, VerifyOptions
+from lorashard.config.use_options import ChatOptions, EvalOptions, GenerateOptions, MergeOptions, VerifyOptions
 
 RUN = {"model_name_or_path": "m", "dataset": "d.jsonl", "output_dir": "o"}
 SECRET = "hf_abcdefghijklmnop"

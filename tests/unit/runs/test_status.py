@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lorashard.disk import PatientFiles
+from lorashard.runtime.disk import PatientFiles
 from lorashard.errors import ConfigError, RunStopped
-from lorashard.measuring import RankMeter
-from lorashard.runs import Run
-from lorashard.status import Status, told_status
+from lorashard.training.meter import RankMeter
+from lorashard.runs.folder import Run
+from lorashard.runs.status import Status, told_status
 
 
 def read(folder: Path) -> dict:

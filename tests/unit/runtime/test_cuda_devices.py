@@ -9,10 +9,11 @@ import torch
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lorashard import api, joining
+from lorashard import api
 from lorashard.engine import Placeholder
 from lorashard.engine.slots import Slot
 from lorashard.errors import ShardError
+from lorashard.runtime import join as joining
 
 CUDA = torch.device("cuda")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lorashard.config import RunConfig
-from lorashard.devices import (
+from lorashard.config.run_config import RunConfig
+from lorashard.errors import ConfigError
+from lorashard.runtime.devices import (
     Launcher,
     RankChoice,
     VisibleGpus,
@@ -16,7 +17,6 @@ from lorashard.devices import (
     count_cores,
     find_launcher,
 )
-from lorashard.errors import ConfigError
 
 FOUR = VisibleGpus(4)
 

@@ -15,14 +15,14 @@ from helpers.tiny import build_base
 from peft import LoraConfig
 
 import lorashard
-from lorashard import dtypes
-from lorashard.config import RunConfig
-from lorashard.dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.forecast import settle_dtype_here
-from lorashard.manifest import place_partial, publish
-from lorashard.resuming import Facts
-from lorashard.train import build_arguments, settle_dtype
+from lorashard.planning.run_plan import settle_dtype_here
+from lorashard.runs.checkpoints import place_partial, publish
+from lorashard.runtime import dtypes
+from lorashard.runtime.dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
+from lorashard.training.resume import Facts
+from lorashard.training.train import build_arguments, settle_dtype
 
 CPU = torch.device("cpu")
 SLOW = "this CPU is slow"

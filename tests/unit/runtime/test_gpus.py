@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lorashard import gpus
-from lorashard.gpus import list_gpus
+from lorashard.runtime import gpus
+from lorashard.runtime.gpus import list_gpus
 
 GIB = 2**30
 

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lorashard.dist import is_timeout, read_launcher_env
-from lorashard.heartbeat import Heartbeat, Silences, describe_place, explain_silence
+from lorashard.runtime.dist import is_timeout, read_launcher_env
+from lorashard.runtime.heartbeat import Heartbeat, Silences, describe_place, explain_silence
 
 TIMEOUT_S = 5.0
 DEADLINE_S = 100

@@ -7,7 +7,7 @@ import sys
 
 CHECK = """
 import gc
-from lorashard.importing import quick_imports
+from lorashard.runtime.importing import quick_imports
 
 with quick_imports():
     assert not gc.isenabled()

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from lorashard import joining
 from lorashard.errors import ConfigError
-from lorashard.plugins import refuse_plugins
+from lorashard.runtime import join as joining
+from lorashard.runtime.plugins import refuse_plugins
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from lorashard import progress
 from lorashard.model import converted
-from lorashard.model import identity as identities
-from lorashard.model.identity import BaseIdentity
 from lorashard.model.sources import MemorySource
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight
-from lorashard.progress import ProgressLines, show_amount, told_progress, told_work
+from lorashard.runtime import progress
+from lorashard.runtime.progress import ProgressLines, show_amount, told_progress, told_work
+from lorashard.weights import fingerprint as identities
+from lorashard.weights.fingerprint import BaseIdentity
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_amounts_are_for_people():
 
 def test_hashing_tells_how_many_bytes_it_has_read(tmp_path: Path, monkeypatch):
     """Catches the silence of the first load of 140 GB, and a hash that is another one for being counted."""
-    monkeypatch.setattr("lorashard.model.identity.find_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("lorashard.weights.fingerprint.find_cache_dir", lambda: tmp_path / "cache")
     contents = {"a.safetensors": b"a" * 2**20, "b.safetensors": b"b" * 10}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

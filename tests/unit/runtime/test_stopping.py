@@ -11,9 +11,9 @@ import time
 import pytest
 
 from lorashard.errors import RunStopped
-from lorashard.stopping import StopRequest, find_restarts
+from lorashard.runtime.signals import StopRequest, find_restarts
 
-BEGIN = "import os, signal, sys, time\nfrom lorashard.stopping import StopRequest\nstop = StopRequest()\n"
+BEGIN = "import os, signal, sys, time\nfrom lorashard.runtime.signals import StopRequest\nstop = StopRequest()\n"
 
 
 def run(code: str) -> tuple[int, str]:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, ProgressCallback, TrainerState
 
-from lorashard import progress
-from lorashard.console import Console, StepLines, describe_log, show_seconds
-from lorashard.output import leave_out_notices
+from lorashard.runtime import progress
+from lorashard.runtime.output import leave_out_notices
+from lorashard.training.console import Console, StepLines, describe_log, show_seconds
 
 SFT = {
     "loss": 1.3044,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch.autograd import DeviceType
 
-from lorashard.profiling import describe, sum_up
+from lorashard.model.profiling import describe, sum_up
 
 
 def make_event(name: str, seconds: float, device: DeviceType = DeviceType.CPU) -> SimpleNamespace:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorashard.config import RunConfig
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.manifest import place_partial, publish, read_manifest
-from lorashard.resuming import Facts, check_resume, choose_checkpoint
-from lorashard.wanted import check_wanted, read_progress
+from lorashard.runs.checkpoints import place_partial, publish, read_manifest
+from lorashard.training.resume import Facts, check_resume, choose_checkpoint
+from lorashard.training.resume_request import check_wanted, read_progress
 
 LORA = {"modules_to_save": None, "r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "use_dora": False}
 # 22 rows, 8 a step, on 2 ranks: the last step of an epoch has 6.

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-import lorashard.trainer
+import lorashard.training.trainer
 from lorashard.errors import RunStopped
-from lorashard.manifest import list_checkpoints, publish, read_manifest
-from lorashard.nonfinite import NonfiniteRule
-from lorashard.trainer import Survival, SurvivingTrainer, make_surviving
+from lorashard.runs.checkpoints import list_checkpoints, publish, read_manifest
+from lorashard.training.nonfinite import NonfiniteRule
+from lorashard.training.trainer import Survival, SurvivingTrainer, make_surviving
 
 
 class Line(torch.nn.Module):
@@ -61,7 +61,7 @@ def test_the_best_is_one_that_is_on_the_disk(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(checkpoint, facts)
 
-    monkeypatch.setattr(lorashard.trainer, "publish", refuse_the_second)
+    monkeypatch.setattr(lorashard.training.trainer, "publish", refuse_the_second)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
@@ -74,7 +74,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
-    monkeypatch.setattr(lorashard.trainer, "rotate", refuse)
+    monkeypatch.setattr(lorashard.training.trainer, "rotate", refuse)
     told: list[str] = []
     make_trainer(tmp_path, told, max_steps=2, save_total_limit=1).train()
     assert len(list_checkpoints(tmp_path)) == 2
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_saved_when_asked_for_and_once(tmp_path, monkeypatch, op
     """A request that `save_strategy: no` forgets, that rotation does not know, or that writes a checkpoint twice."""
     written: list[str] = []
     monkeypatch.setattr(
-        lorashard.trainer, "publish", lambda path, facts: (written.append(path.name), publish(path, facts))
+        lorashard.training.trainer, "publish", lambda path, facts: (written.append(path.name), publish(path, facts))
     )
     told: list[str] = []
     make_trainer(tmp_path, told, saves=[False, True, False, True], max_steps=6, **options).train()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from helpers.ui_runs import make_rank_lines, make_run, make_steps, owned, write_lines
 
-from lorashard.manifest import place_partial, publish
+from lorashard.runs.checkpoints import place_partial, publish
 from lorashard_ui.reading import alert_steps
 from lorashard_ui.reading import reader as reader_module
 from lorashard_ui.reading.runs import Runs

@@ -18,7 +18,7 @@ import pytest
 from helpers.small_demo import DEMO, copy_small_demo
 
 from lorashard.errors import ConfigError
-from lorashard.lock import find_owner, lock_run
+from lorashard.runs.lock import find_owner, lock_run
 from lorashard_ui.reading.runs import Runs
 from lorashard_ui.running import control, detached
 from lorashard_ui.running.control import delete_run, explain_no_resume, resume_run, save_run, start_run, stop_run
@@ -27,7 +27,7 @@ from lorashard_ui.running.control import delete_run, explain_no_resume, resume_r
 DEAF = """
 import signal, sys, time
 from pathlib import Path
-from lorashard.lock import lock_run
+from lorashard.runs.lock import lock_run
 heard = Path(sys.argv[1], "heard")
 def note(number, frame):
     heard.write_text((heard.read_text() if heard.exists() else "") + signal.Signals(number).name + " ")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lorashard.config import RunConfig, read_known_options
+from lorashard.config.methods import METHODS
+from lorashard.config.options import read_command_line
+from lorashard.config.run_config import RunConfig, read_known_options
+from lorashard.config.use_options import MergeOptions
 from lorashard.errors import ConfigError
-from lorashard.methods import METHODS
-from lorashard.options import read_command_line
-from lorashard.use_options import MergeOptions
 from lorashard_ui.form import form
 from lorashard_ui.form.exporting import AS_TRAINED, MERGED_BASES
 from lorashard_ui.form.form import BASIC, MORE, NAME

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from lorashard.config import RunConfig, read_known_options
+from lorashard.config.methods import METHODS
+from lorashard.config.run_config import RunConfig, read_known_options
 from lorashard.errors import ConfigError
-from lorashard.methods import METHODS
 from lorashard_ui.form import paths
 from lorashard_ui.form.paths import Allowed
 

@@ -16,8 +16,8 @@ from huggingface_hub.errors import (
 from safetensors.torch import save_file
 
 from lorashard.errors import CheckpointError
-from lorashard.model import checkpoint as checkpoint_module
-from lorashard.model.checkpoint import Checkpoint, explain_hub_errors, resolve_folder
+from lorashard.weights import safetensors_files as checkpoint_module
+from lorashard.weights.safetensors_files import Checkpoint, explain_hub_errors, resolve_folder
 
 
 def make_tensors():

@@ -11,15 +11,15 @@ from helpers.stored import FP8, MODELS, rewrite, save_stored
 from helpers.tiny import build_base
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from lorashard.config.quantization_options import Quantization
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.checkpoint import Checkpoint
 from lorashard.model.loading import build_skeleton
-from lorashard.model.runs import Runs
-from lorashard.model.stored_formats import find_stored_format, find_stored_quantization, settle_quantization
-from lorashard.model.stored_parts import find_parts
-from lorashard.model.weights import BaseWeights
 from lorashard.quantization.nf4 import Nf4
-from lorashard.quantization.options import Quantization
+from lorashard.weights.safetensors_files import Checkpoint
+from lorashard.weights.segments import Runs
+from lorashard.weights.stored_formats import find_stored_format, find_stored_quantization, settle_quantization
+from lorashard.weights.stored_parts import find_parts
+from lorashard.weights.weights import BaseWeights
 
 
 def plan(folder: Path, dtype: torch.dtype = torch.bfloat16) -> BaseWeights:

@@ -22,9 +22,9 @@ from transformers.core_model_loading import (
 )
 
 from lorashard.errors import CheckpointError
-from lorashard.model import weights as weights_module
-from lorashard.model.checkpoint import Checkpoint
-from lorashard.model.weights import BaseWeights
+from lorashard.weights import weights as weights_module
+from lorashard.weights.safetensors_files import Checkpoint
+from lorashard.weights.weights import BaseWeights
 
 SMALL = {
     "vocab_size": 96,

@@ -1,0 +1,145 @@
+"""A rank's way out of a collective that never ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ...errors import LorashardError
+from ...runtime.dist import LauncherEnv, RollCall
+from .checks import Check, explain_error
+
+_INTERVAL_S = 0.2
+_LAST_RESORT_S = 15
+_SPOKEN = "spoken"
+
+
+@dataclass(frozen=True)
+class _Step:
+    name: str
+    mend: str
+    timeout_s: int
+    deadline_s: float
+
+
+class Watch(threading.Thread):
+    """Ends this process, with what was found, when a step takes too long, fails, or fails on another rank.
+
+    There is no other way to leave a collective in which a rank does not take part. Of all ranks one speaks.
+    """
+
+    def __init__(self, env: LauncherEnv | None, timeout_s: int, speak: Callable[[Check], None]) -> None:
+        """Connect to the launcher's store.
+
+        Args:
+            env: None for a process without a launcher, which has nobody to wait for.
+            timeout_s: how long the store may take to answer.
+            speak: reports the check that failed.
+        """
+        super().__init__(daemon=True)
+        self._env = env
+        self._speak = speak
+        self._roll_call = None if env is None else RollCall.of_launch(env, timeout_s)
+        self._ending = threading.Lock()
+        self._step: _Step | None = None
+        self.start()
+
+    @contextmanager
+    def step(self, name: str, mend: str, timeout_s: int) -> Iterator[None]:
+        """Do what every rank does within the time that is given.
+
+        Args:
+            name: that of the check that fails if it does not work.
+            mend: what to do then.
+        """
+        # Where native code hangs with the interpreter's lock held, no thread runs but this timer of C.
+        faulthandler.dump_traceback_later(timeout_s + _LAST_RESORT_S, exit=True)
+        if self._roll_call:
+            self._roll_call.note(name)
+        self._step = _Step(name, mend, timeout_s, time.monotonic() + timeout_s)
+        try:
+            yield
+        except Exception as error:  # whatever it is, it is what the check finds
+            # lorashard's own errors say what to do.
+            own_mend = None if isinstance(error, LorashardError) else mend
+            self._end(Check(name, "FAIL", f"rank {self._rank}: {explain_error(error)}", own_mend), is_own=True)
+        finally:
+            self._step = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def run(self) -> None:
+        while True:
+            time.sleep(_INTERVAL_S)
+            step = self._step
+            if step is None:
+                continue
+            check = self._find_trouble(step)
+            if check is not None:
+                self._end(check)
+
+    def _find_trouble(self, step: _Step) -> Check | None:
+        is_late = time.monotonic() > step.deadline_s
+        try:
+            failure = self._roll_call.read_failure() if self._roll_call else None
+            if failure is not None:
+                return Check(**json.loads(failure))
+            return Check(step.name, "FAIL", self._explain_wait(step), step.mend) if is_late else None
+        except RuntimeError as error:  # the store is gone, and with it the rank that kept it: it may have finished
+            found = f"the ranks' meeting place is gone: {explain_error(error)}"
+            return Check(step.name, "FAIL", found, step.mend) if is_late else None
+
+    @property
+    def _rank(self) -> int:
+        return self._env.rank if self._env else 0
+
+    def _explain_wait(self, step: _Step) -> str:
+        absent = self._roll_call.find_absent(step.name) if self._roll_call else []
+        if not absent:
+            return f"all ranks are there, but it did not end within {step.timeout_s} s"
+        who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+        return f"{who} did not answer within {step.timeout_s} s: stopped, stuck, or still starting"
+
+    def _end(self, check: Check, is_own: bool = False) -> NoReturn:
+        self._ending.acquire()  # for ever: of this thread and the main one the first ends the process
+        faulthandler.dump_traceback_later(_LAST_RESORT_S, exit=True)
+        try:
+            if self._is_speaker(check if is_own else None):
+                self._speak(check)
+                if self._roll_call:
+                    self._roll_call.note(_SPOKEN)
+            else:
+                self._wait_for_speaker()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _is_speaker(self, own: Check | None) -> bool:
+        """Agree with the other ranks that end on one that speaks, the lowest if it can."""
+        if self._roll_call is None:
+            return True
+        try:
+            if own:
+                self._roll_call.leave_failure(json.dumps(own.to_json()))
+            time.sleep(_INTERVAL_S * min(self._rank, 5))
+            return self._roll_call.claim()
+        except RuntimeError:  # the store is gone, and with it the rank that kept it
+            return True
+
+    def _wait_for_speaker(self) -> None:
+        """Stay until a rank has spoken: the launcher ends all when the first is gone."""
+        assert self._roll_call is not None and self._env is not None
+        until_s = time.monotonic() + _LAST_RESORT_S / 2
+        while time.monotonic() < until_s and len(self._roll_call.find_absent(_SPOKEN)) == self._env.world_size:
+            time.sleep(_INTERVAL_S)

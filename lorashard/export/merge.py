@@ -1,0 +1,97 @@
+"""Merge an adapter into its base: one that is saved, or that of a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+
+from ..config.quantization_options import Quantization
+from ..errors import ConfigError
+from ..model.saved import choose_quantization, find_adapter, find_base, read_config
+from ..model.sharding import base_of
+from ..runtime.join import join_launch, with_index
+from ..weights.fingerprint import BaseIdentity, read_quantized_form
+from ..weights.safetensors_files import Checkpoint, resolve_folder
+from .merger import MergeReport, merge_checkpoint, merge_live
+from .requantized import choose_requantization
+
+
+def merge(
+    adapter: str | Path | PeftModel,
+    out: str | Path,
+    base: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_base_mismatch: bool = False,
+    quantization: str | Quantization | None = None,
+    requantize: str | Quantization | None = None,
+    device: torch.device | None = None,
+    advance: Callable[[int, int], None] | None = None,
+) -> MergeReport:
+    """Write an adapter merged into its base as a model of its own, a unit at a time.
+
+    The weights equal those of PEFT's `merge_and_unload` on the same device, bit for bit, under the names that they have
+    in the base's files. An adapter of a quantised base is merged into its dequantised weights, and those without an
+    adapter are written dequantised too, so that the merged model is the trained one. Where an adapter changes one of
+    two tied weights they are untied, which a warning says.
+
+    Args:
+        adapter: a folder or hub id as for `load_adapter`; or a live model from this module, which stays as it is.
+        out: a folder that does not exist or is empty; it appears when it is complete.
+        base: where the base is, if not where the adapter says; for a live model it is known.
+        dtype: what is computed in and written; the default is the base's own, a live model's what it computes in.
+        quantization: what the base is quantised to first; not given: what it was in training; "none" merges into the
+            original weights.
+        requantize: quantise what is merged, `nf4` or `int8`, and write it as bitsandbytes does; transformers loads it.
+        max_shard_size: of each file, in bytes or such as "5GB".
+        advance: of an adapter that is saved: told how many units of how many are merged, as it goes.
+
+    Raises:
+        ConfigError: PEFT cannot merge the adapter, it was trained on another base, or `out` holds something.
+        CheckpointError: files are missing, damaged or do not fit each other, or writing failed.
+
+    Ranks: collective over all ranks, which share the work.
+    Memory: the adapter, and two units.
+    """
+    if isinstance(adapter, PeftModel):
+        if base or revision or device or allow_base_mismatch:
+            raise ConfigError("base, revision, device, allow_base_mismatch: a live model has its own; leave them out")
+        loaded = base_of(adapter)
+        if quantization not in (None, "none"):
+            raise ConfigError("quantization: a live model's base is what it is; expected none or nothing, to merge it")
+        return merge_live(
+            adapter,
+            Path(out),
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            is_dequantized=quantization is None,
+            requantize=choose_requantization(loaded.quantization if loaded else None, requantize),
+        )
+    folder = find_adapter(adapter)
+    trained_on, trained_dtype = read_quantized_form(folder)
+    base, revision = find_base(folder, read_config(folder), base, revision)
+    device = join_launch() if device is None else with_index(device)
+    base_folder = resolve_folder(base, revision)
+    with Checkpoint.open(base_folder) as checkpoint:
+        files = checkpoint.files
+    BaseIdentity.of(files).check(folder, base, allow_base_mismatch)
+    return merge_checkpoint(
+        folder,
+        Path(out),
+        base_folder,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        quantization=choose_quantization(folder, quantization),
+        quantized_dtype=trained_dtype,
+        requantize=choose_requantization(trained_on, requantize),
+        advance=advance,
+    )

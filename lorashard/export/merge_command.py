@@ -1,0 +1,90 @@
+"""`lorashard merge`: merge on every rank, then upload if asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, HTTPError
+
+from ..config.use_options import MergeOptions
+from ..errors import CheckpointError
+from ..model.saved import find_adapter
+from ..runtime import dist
+from ..runtime.join import join_launch
+from ..runtime.output import give, say
+from .merge import merge as merge_adapter
+from .staging import check_target
+
+_INTERVAL_S = 2.0
+
+
+def merge(options: MergeOptions) -> None:
+    """Merge, and say where the model is.
+
+    Raises:
+        UserError: as for `api.merge`; or the hub does not take the model, which is then still in its folder.
+
+    Ranks: run by every rank.
+    """
+    device = join_launch()
+    rank = dist.get_rank()
+    find_adapter(options.adapter)
+    check_target(Path(options.out))
+    if options.push_to_hub and rank == 0:
+        with _explained_upload(options.push_to_hub):  # before hours of work, not after
+            HfApi().create_repo(options.push_to_hub, private=options.hub_private_repo, exist_ok=True)
+    size = options.max_shard_size
+    report = merge_adapter(
+        options.adapter,
+        options.out,
+        options.base,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        max_shard_size=int(size) if size.isdigit() else size,
+        revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
+        allow_base_mismatch=options.allow_base_mismatch,
+        quantization=options.quantization,
+        requantize=options.requantize,
+        device=device,
+        advance=_Teller(rank).advance,
+    )
+    lines = [
+        f"{report.out}: {report.num_tensors} tensors in {report.num_files} files, {report.num_bytes / 2**30:.3f} GiB, "
+        f"{str(report.dtype).removeprefix('torch.')}; the adapter changed {report.num_changed} of them"
+    ]
+    if options.push_to_hub and rank == 0:
+        say(rank, f"uploading to {options.push_to_hub}")
+        with _explained_upload(options.push_to_hub):
+            url = HfApi().upload_folder(folder_path=Path(options.out), repo_id=options.push_to_hub)
+        lines.append(f"uploaded: {url}")
+    give(rank, {}, "\n".join(lines), as_json=False)
+
+
+class _Teller:
+    """Says how far a merge is, not too often."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._said_s = time.monotonic()
+
+    def advance(self, done: int, total: int) -> None:
+        """Say it, where the time has come."""
+        if time.monotonic() - self._said_s >= _INTERVAL_S:
+            self._said_s = time.monotonic()
+            say(self._rank, f"{done} of {total} units merged")
+
+
+@contextmanager
+def _explained_upload(repo_id: str) -> Iterator[None]:
+    try:
+        yield
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"the hub does not take {repo_id} ({' '.join(str(error).split())}): expected an id of yours, org/name, and "
+            "a token that may write: log in with `hf auth login` or set HF_TOKEN"
+        ) from error

@@ -1,0 +1,142 @@
+"""A folder that several ranks write: it appears under its name when all of it is there, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from ..errors import CheckpointError, ConfigError
+from ..runtime import dist
+from ..runtime.agreement import together
+from ..runtime.disk import describe_fault, show_bytes, sync
+
+
+def check_target(out: Path) -> None:
+    """Refuse a target that holds something.
+
+    Raises:
+        ConfigError: `out` is a file or a folder that is not empty.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder: give another target, or remove it first")
+    if out.is_mount():
+        raise ConfigError(f"{out} is a mount point, which a folder cannot be renamed to: give a folder inside it")
+
+
+def remove_partial(out: Path) -> None:
+    """Remove what processes of this machine that are no longer there have left beside `out`, unfinished.
+
+    For a launcher after it has ended its ranks; every new start does it as well.
+    """
+    out = out.resolve()
+    prefix = _prefix(out)
+    for left in _place_of(out).iterdir():
+        pid = left.name.removeprefix(prefix)
+        if left.name != pid and pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(left)
+
+
+@contextmanager
+def publish(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Give all ranks one folder to fill, which becomes `out` if the block ends well on all of them.
+
+    If it ends in any other way, SIGTERM and KeyboardInterrupt included, nothing is left.
+
+    Args:
+        num_bytes: what will be written, by all ranks.
+
+    Raises:
+        ConfigError: `out` holds something.
+        CheckpointError: there is no room, or writing failed.
+
+    Ranks: collective over all ranks.
+    """
+    out = out.resolve()
+    place = _place_of(out)
+    own = place / f"{_prefix(out)}{os.getpid()}"
+    partial = dist.broadcast_object(own)
+
+    def prepare() -> None:
+        check_target(out)
+        remove_partial(out)
+        _check_room(place, num_bytes, out)
+        partial.mkdir()
+
+    def finish() -> None:
+        for file in (*partial.iterdir(), partial):
+            sync(file)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(partial, out)
+        sync(out.parent)
+
+    with _exit_on_sigterm(), _explained(out, place, num_bytes):
+        try:
+            together(prepare, on_rank=0)
+            yield partial
+            together(finish, on_rank=0)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _explained(out: Path, place: Path, num_bytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} could not be written: it takes {show_bytes(num_bytes)} ({describe_fault(error, place)}); make room "
+            "or give another target; nothing of it is left"
+        ) from error
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, unless somebody handles it already."""
+    is_ours = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if is_ours:
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _place_of(out: Path) -> Path:
+    """Return the nearest folder above `out` that exists: it is on the same file system."""
+    return next(parent for parent in out.parents if parent.is_dir())
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.partial-{socket.gethostname()}-"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _check_room(place: Path, num_bytes: int, out: Path) -> None:
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < num_bytes:
+        raise CheckpointError(
+            f"{out} will take {show_bytes(num_bytes)}, and {show_bytes(free_bytes)} are free in {place}: make room or "
+            "give another target"
+        )

@@ -1,0 +1,221 @@
+"""From a model's name to a plan: for machines that are named, or together on the ranks that are running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from peft import LoraConfig, PeftModel
+from torch.overrides import TorchFunctionMode
+
+from ..config.placement import PlacementOptions, ResolvedPlacement, resolve_placement
+from ..config.quantization_options import Quantization
+from ..model.stacks import name_units
+from ..runtime import dist
+from ..runtime.dtypes import name_of
+from ..runtime.progress import told_work
+from ..weights.stored_formats import StoredFormat, settle_quantization
+from .choose import Plan, agree_on_plan, make_plan, name_placement
+from .costs import Workload
+from .hardware import Cluster
+from .probe import measure_free_bytes, probe, recall_hardware
+from .size import ModelSize, build_meta_model, compare_with_headers, find_stored, measure_model
+from .trace import Microbatch, trace
+
+_LONGEST_S = 60.0
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What is loaded: as in `lorashard.load`, of whose `quantization` nothing is left to choose here.
+
+    Attributes:
+        stored: the format of files whose quantised bytes are kept as they are; `settle` finds it.
+    """
+
+    model_name_or_path: str
+    lora: LoraConfig
+    dtype: torch.dtype = torch.bfloat16
+    revision: str | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    quantization: Quantization | None = None
+    stored: StoredFormat | None = None
+
+    def build(self, unit_paths: Sequence[str] | None = None) -> PeftModel:
+        """Return the model with its adapter on the meta device, from its config alone."""
+        model = build_meta_model(
+            self.model_name_or_path,
+            self.lora,
+            self.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            attn_implementation=self.attn_implementation,
+        )
+        name_units(model, unit_paths)
+        return model
+
+    def settle(self) -> tuple[BaseModel, str | None]:
+        """Return this as it will be kept, which files that are quantised decide, and a sentence that says so of such.
+
+        Raises:
+            CheckpointError: there is no config to be had, or its files are in a format that cannot be read.
+            ConfigError: the files are quantised already, to another format than is asked for.
+        """
+        stored = find_stored(self.model_name_or_path, self.revision)
+        if stored is None:
+            return self, None
+        quantization = settle_quantization(stored, self.quantization, self.model_name_or_path)
+        outcome = f"dequantised to {name_of(self.dtype)} while it is read"
+        kept = stored if stored.quantization is not None else None
+        if kept is not None:
+            outcome = "its bytes are kept as they are, those of all linear weights of decoder layers"
+            outcome += " but the modules that its config names, it is assumed" if kept.skipped else ", it is assumed"
+        note = f"{self.model_name_or_path} is stored in {stored.description}: {outcome}"
+        return replace(self, quantization=quantization, stored=kept), note
+
+
+@dataclass(frozen=True)
+class Training:
+    """How it is trained.
+
+    Attributes:
+        optimizer: transformers' name of it.
+        dataset_tokens: of all epochs, if known.
+    """
+
+    microbatch: Microbatch
+    accumulation_steps: int = 1
+    optimizer: str = "adamw_torch_fused"
+    dataset_tokens: int | None = None
+
+
+def plan_training(
+    base: BaseModel,
+    training: Training,
+    cluster: Cluster,
+    options: PlacementOptions | None = None,
+    notes: Sequence[str] = (),
+    given: ResolvedPlacement | None = None,
+) -> Plan:
+    """Return what each placement would cost, and the one to take among those that `options` leave open.
+
+    Reads the model's config and headers alone.
+
+    Args:
+        given: what is taken, whatever it costs.
+
+    Raises:
+        UserError: the model cannot be found or planned.
+    """
+    options = options or PlacementOptions()
+    base, stored = base.settle()
+    with told_work("computing what a step of the model takes", dist.get_rank() == 0):
+        size, workload = _measure(base, training, options)
+    # A run whose placement is given reads the files next: nothing is asked of the hub for its sake. Packed numbers are
+    # not to be counted.
+    difference = compare_with_headers(size, base.revision) if given is None and stored is None else None
+    notes = [*notes, *(note for note in (stored, difference) if note)]
+    plan = make_plan(size, workload, cluster, options, notes, given)
+    # Files that are kept as they are have no other format.
+    is_open = base.quantization is None or (stored is None and base.quantization.format != "nf4")
+    if plan.chosen is None and is_open:
+        return replace(plan, reason=f"{plan.reason}; {_describe_quantized(base, training, cluster, options)}")
+    return plan
+
+
+def _measure(base: BaseModel, training: Training, options: PlacementOptions) -> tuple[ModelSize, Workload]:
+    """Return how large a model is, and what a step of its training takes, whatever the placement."""
+    model = base.build(options.unit_paths)
+    size = measure_model(model, base.quantization, base.stored)
+    microbatch = training.microbatch
+    saved_activations = None
+    if microbatch.checkpointing is not None and options.activation_checkpointing_layers != "all":
+        saving = replace(microbatch, checkpointing=None)
+        saved_activations = trace(base.build(options.unit_paths), saving, base.quantization)
+    return size, Workload(
+        activations=trace(model, microbatch, base.quantization),
+        microbatch_tokens=microbatch.num_tokens,
+        saved_activations=saved_activations,
+        accumulation_steps=training.accumulation_steps,
+        optimizer=training.optimizer,
+        dataset_tokens=training.dataset_tokens,
+    )
+
+
+def _describe_quantized(base: BaseModel, training: Training, cluster: Cluster, options: PlacementOptions) -> str:
+    """Say what fits with 4 bits for a weight, where nothing does with as many as there are."""
+    size, workload = _measure(replace(base, quantization=Quantization("nf4")), training, options)
+    plan = make_plan(size, workload, cluster, options)
+    if plan.chosen is None:
+        return "nor does anything with quantization: nf4"
+    row = plan.choice
+    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
+    return f"with quantization: nf4, {name_placement(row.placement, cluster.num_ranks)} fits ({room})"
+
+
+def plan_given(
+    base: BaseModel,
+    training: Training,
+    device: torch.device,
+    options: PlacementOptions,
+    world_size: int,
+    node_size: int | None,
+) -> Plan:
+    """Return what the placement costs that `options` say, beside the others, as far as this rank can tell by itself.
+
+    Measures nothing: the speeds are those that were measured here before, or else those of such a device. It gives up
+    after a minute, for the other ranks wait.
+
+    Args:
+        node_size: ranks on this node, where that is known.
+
+    Raises:
+        Exception: the model cannot be planned, or the placement cannot be: see `explained_planning`.
+
+    Ranks: local.
+    """
+    placement = resolve_placement(options, world_size, node_size)
+    ranks_per_node = node_size or world_size
+    hardware, note = recall_hardware(device, base.dtype)
+    free_bytes = measure_free_bytes(device, ranks_per_node)
+    host_bytes = psutil.virtual_memory().available
+    cluster = Cluster(hardware, ranks_per_node, max(1, world_size // ranks_per_node), free_bytes, host_bytes)
+    with _Deadline(_LONGEST_S):
+        return plan_training(base, training, cluster, options, [note] if note else (), placement)
+
+
+class _Deadline(TorchFunctionMode):
+    """Ends what calls torch for too long: a model that goes through a row token by token takes minutes to plan."""
+
+    def __init__(self, longest_s: float) -> None:
+        super().__init__()
+        self._longest_s = longest_s
+        self._end_s = time.monotonic() + longest_s
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self._end_s:
+            raise TimeoutError(f"it takes longer than {self._longest_s:.0f} s")
+        return func(*args, **(kwargs or {}))
+
+
+def plan_here(base: BaseModel, training: Training, device: torch.device, options: PlacementOptions) -> Plan:
+    """Return one plan on all ranks, for the memory that is free and the speeds that are measured on them.
+
+    Raises:
+        UserError: the model cannot be found or planned; on all ranks alike.
+
+    Ranks: collective over all ranks.
+    """
+    ranks_per_node = dist.find_node_size() or dist.get_world_size()
+    num_nodes = dist.get_world_size() // ranks_per_node
+    host_bytes = min(dist.gather_objects(psutil.virtual_memory().available))
+    cluster = Cluster(probe(device, base.dtype), ranks_per_node, num_nodes, 0, host_bytes)
+    return agree_on_plan(
+        measure_free_bytes(device, ranks_per_node),
+        lambda free_bytes: plan_training(base, training, replace(cluster, free_bytes=free_bytes), options),
+    )

@@ -1,0 +1,260 @@
+"""Which placement is the fastest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.placement import (
+    PlacementOptions,
+    ResolvedPlacement,
+    check_group_size,
+    check_num_layers,
+    choose_group_size,
+)
+from ..config.quantization_options import describe_quantization
+from ..errors import ConfigError, UserError
+from ..runtime import dist
+from ..runtime.disk import show_bytes
+from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
+from .hardware import Cluster
+from .size import ModelSize
+
+# Predictions differ from the truth by more than this, so the simpler placement of two that are as close is taken.
+_TIE = 0.01
+
+
+class PlanError(ConfigError):
+    """A model that runs, but whose needs cannot be told beforehand."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every placement's costs, and the one to take.
+
+    Attributes:
+        model, cluster: what was planned for, in words.
+        rows: from the simplest placement to the last resort.
+        chosen: the index of a row, or None if none fits.
+        reason: why, in a sentence.
+        notes: what the reader should know of the figures.
+        quantization: of the base, in words; None for its own dtype.
+    """
+
+    model: str
+    cluster: str
+    free_bytes: int
+    rows: tuple[Row, ...]
+    chosen: int | None
+    reason: str
+    notes: tuple[str, ...] = ()
+    quantization: str | None = None
+
+    @property
+    def choice(self) -> Row:
+        """The row to take.
+
+        Raises:
+            ConfigError: none fits.
+        """
+        if self.chosen is None:
+            raise ConfigError(self.reason)
+        return self.rows[self.chosen]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for a file or another program."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        """Return what `to_json` gave."""
+        rows = tuple(Row(**row | {"placement": ResolvedPlacement(**row["placement"])}) for row in values["rows"])
+        return cls(**values | {"rows": rows, "notes": tuple(values["notes"])})
+
+
+def make_plan(
+    size: ModelSize,
+    workload: Workload,
+    cluster: Cluster,
+    options: PlacementOptions | None = None,
+    notes: Sequence[str] = (),
+    given: ResolvedPlacement | None = None,
+) -> Plan:
+    """Return the costs of every placement, and the fastest that fits.
+
+    Args:
+        options: what a person has chosen already. Other placements are shown, but not taken.
+        given: what is taken, whatever it costs: nothing is left to choose.
+    """
+    options = options or PlacementOptions()
+    candidates = list(_candidates(size, workload, cluster, options))
+    if given is not None and given not in candidates:
+        candidates.append(given)
+    rows = [compute_row(size, workload, cluster, placement) for placement in candidates]
+    wanted = options.combine()["placement"]
+    allowed = [index for index, placement in enumerate(candidates) if wanted in ("auto", placement.placement)]
+    fitting = [index for index in allowed if rows[index].fits]
+    # What the network carries is a guess, and others may want it: no base crosses it that fits inside the nodes.
+    at_home = {candidates[index].placement for index in fitting if not _crosses_nodes(candidates[index], cluster)}
+    fitting = [
+        index
+        for index in fitting
+        if candidates[index].placement not in at_home or not _crosses_nodes(candidates[index], cluster)
+    ]
+    chosen = None
+    for index in fitting:
+        if chosen is None or rows[index].tokens_per_s > rows[chosen].tokens_per_s * (1 + _TIE):
+            chosen = index
+    if given is None:
+        reason = _explain(rows, allowed, chosen, cluster)
+    else:
+        chosen = candidates.index(given)
+        reason = _explain_given(rows[chosen], cluster)
+    count = size.num_parameters
+    shown_count = f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
+    quantization = None if size.quantization is None else describe_quantization(size.quantization)
+    model = f"{size.name}: {shown_count} parameters, {show_bytes(size.base_bytes)}"
+    model += f" {quantization}" if quantization else ""
+    return Plan(model, str(cluster), cluster.free_bytes, tuple(rows), chosen, reason, tuple(notes), quantization)
+
+
+def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
+    """Return one plan on every rank, made by rank 0 for the rank that has least memory.
+
+    Ranks that planned apart would wait for each other for ever.
+
+    Args:
+        free_bytes: device memory that is free on this rank.
+        plan: makes the plan for that much memory.
+
+    Raises:
+        UserError: rank 0's, on every rank.
+
+    Ranks: collective over all ranks.
+    """
+    least_bytes = min(dist.gather_objects(free_bytes))
+    made: Plan | UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            with explained_planning():
+                made = plan(least_bytes)
+        except UserError as error:
+            made = error
+    made = dist.broadcast_object(made)
+    if isinstance(made, UserError):
+        raise made
+    assert made is not None
+    return made
+
+
+@contextmanager
+def explained_planning() -> Iterator[None]:
+    """Say of any error that a model cannot be planned: planning runs its own code, which may raise anything.
+
+    Raises:
+        UserError: planning's own, or a `PlanError` in place of another error.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise PlanError(f"this model cannot be planned ({type(error).__name__}: {lines[0]})") from error
+
+
+def name_placement(placement: ResolvedPlacement, num_ranks: int) -> str:
+    """Return a placement's name as the options are spelled."""
+    words: list[str] = [placement.placement]
+    if placement.placement in ("shard", "host") and placement.group_size != num_ranks:
+        words.append(f"shard_group_size {placement.group_size}")
+    if placement.resident_layers:
+        words.append(f"resident_layers {placement.resident_layers}")
+    if placement.activation_checkpointing_layers != "all":
+        words.append(f"activation_checkpointing_layers {placement.activation_checkpointing_layers}")
+    return ", ".join(words)
+
+
+def _candidates(
+    size: ModelSize, workload: Workload, cluster: Cluster, options: PlacementOptions
+) -> Iterator[ResolvedPlacement]:
+    """Yield what can be chosen, the simplest first."""
+    meant = options.combine()
+    everyone, on_node = cluster.num_ranks, cluster.ranks_per_node
+    is_cpu = cluster.hardware.device_type == "cpu"
+    asked_size, asked_layers = meant["shard_group_size"], meant["resident_layers"]
+
+    def make(placement: Any, group_size: int) -> ResolvedPlacement:
+        layers = 0 if asked_layers == "auto" or placement == "replicate" else asked_layers
+        recomputed = options.activation_checkpointing_layers
+        return ResolvedPlacement(
+            placement,
+            group_size,
+            layers,
+            options.prefetch,
+            options.layer_microbatch_size,
+            "all" if recomputed == "auto" else recomputed,
+            options.unit_paths,
+            options.wait_warning_s,
+        )
+
+    check_num_layers("resident_layers", asked_layers, len(size.layers))
+    check_num_layers("activation_checkpointing_layers", options.activation_checkpointing_layers, len(size.layers))
+    groups = [choose_group_size(asked_size, everyone, on_node)]
+    check_group_size(groups[0], everyone)
+    if asked_size is None and groups[0] < everyone:
+        groups.append(everyone)  # through the network, if a node cannot hold the base
+    streaming = [make("shard", group) for group in groups if everyone > 1]
+    if not is_cpu or meant["placement"] == "host":  # on a CPU the host's memory is the device's
+        streaming += [make("host", group) for group in groups]
+    for placement in [make("replicate", 1), *streaming, make("file", 1)]:
+        yield placement
+        if options.activation_checkpointing_layers == "auto" and workload.saved_activations is not None:
+            saving = fit_saving_layers(size, workload, cluster, placement)
+            if saving is not None:
+                yield saving
+        if placement.placement == "replicate":
+            continue
+        if asked_layers == "auto" and not (is_cpu and placement.placement == "file"):
+            resident = fit_resident_layers(size, workload, cluster, placement)
+            if resident is not None:
+                yield resident
+
+
+def _crosses_nodes(placement: ResolvedPlacement, cluster: Cluster) -> bool:
+    return placement.group_size > cluster.ranks_per_node
+
+
+def _explain_given(row: Row, cluster: Cluster) -> str:
+    name = name_placement(row.placement, cluster.num_ranks)
+    if row.lacks:
+        return f"{name}, as asked, which is predicted to need {row.lacks}"
+    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
+    return f"{name}, as asked: {row.tokens_per_s:,.0f} tokens/s in {room}"
+
+
+def _explain(rows: Sequence[Row], allowed: Sequence[int], chosen: int | None, cluster: Cluster) -> str:
+    num_ranks = cluster.num_ranks
+    if chosen is None:
+        least = min((rows[index] for index in allowed), key=lambda row: row.peak_bytes)
+        return (
+            f"nothing fits: {name_placement(least.placement, num_ranks)} needs least, {least.lacks}; take more or "
+            "larger GPUs, fewer tokens a microbatch, activation checkpointing, or a smaller lora_r"
+        )
+    row = rows[chosen]
+    name = name_placement(row.placement, num_ranks)
+    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
+    if row is rows[0] and row.fits:
+        return f"{name}: the whole base fits on each rank ({room}), and nothing is faster than to move none of it"
+    sentence = f"{name}: {row.tokens_per_s:,.0f} tokens/s in {room}, {row.wait_s / row.step_s:.0%} of a step waiting"
+    if rows[0].lacks:
+        sentence += f"; replicate would need {rows[0].lacks}"
+    slower = [
+        other.tokens_per_s
+        for index, other in enumerate(rows)
+        if index in allowed and other.fits and other.tokens_per_s * (1 + _TIE) < row.tokens_per_s
+    ]
+    return sentence + (f", the next best that fits reaches {max(slower):,.0f}" if slower else "")

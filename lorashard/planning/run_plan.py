@@ -1,0 +1,212 @@
+"""The plan of a run: its options, turned into what `lorashard.planning` computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+import psutil
+import torch
+import trl
+
+from ..config.initialization import without_rewriting
+from ..config.methods import Method
+from ..config.run_config import RunConfig
+from ..errors import ConfigError
+from ..model.loftq import make_lora
+from ..runtime.devices import count_cores, find_gpus
+from ..runtime.dtypes import settle_name
+from .auto import BaseModel, Training, plan_training
+from .choose import Plan
+from .hardware import Cluster, HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
+from .probe import measure_free_bytes, probe
+from .trace import Microbatch
+
+_ASSUMED_PROMPT_TOKENS = 512
+
+
+def forecast(config: RunConfig, wanted: HardwareOptions, *, epoch_tokens: int | None = None) -> tuple[Plan, Cluster]:
+    """Return the plan of a run on the machines that are wanted, or else on this one, and those machines.
+
+    Raises:
+        UserError: as for `find_cluster` and `plan_run`.
+    """
+    config, about_dtype = settle_dtype_here(config, find_planned_device(config, wanted))
+    cluster, notes = find_cluster(config, wanted)
+    return plan_run(config, cluster, epoch_tokens=epoch_tokens, notes=[*about_dtype, *notes]), cluster
+
+
+def plan_run(
+    config: RunConfig, cluster: Cluster, *, epoch_tokens: int | None = None, notes: Sequence[str] = ()
+) -> Plan:
+    """Return what each placement would cost a run on `cluster`, and the one to take.
+
+    Reads the model's config and headers alone.
+
+    Args:
+        epoch_tokens: of the data, where it is known.
+        notes: what the reader should know of `cluster`.
+
+    Raises:
+        UserError: the model cannot be found or planned, or there is no length to plan for.
+    """
+    if config.dataset and epoch_tokens is None:
+        notes = [*notes, "the dataset is not read here: give the tokens of an epoch with --epoch_tokens for its time"]
+    method = config.trl_method
+    if method.uncounted:
+        notes = [*notes, f"of {method.name} it is not counted: {method.uncounted}"]
+    if method.generates:
+        notes = [*notes, f"prompts are taken to have {_ASSUMED_PROMPT_TOKENS} tokens"]
+    training = describe_training(config, cluster.hardware.device_type, cluster.num_ranks, epoch_tokens=epoch_tokens)
+    return plan_training(describe_base(config), training, cluster, config, notes)
+
+
+def describe_base(config: RunConfig) -> BaseModel:
+    """Return what a run loads."""
+    return BaseModel(
+        config.model_name_or_path,
+        without_rewriting(make_lora(config.lora_options())),
+        _read_settled_dtype(config),
+        config.model_revision,
+        config.trust_remote_code,
+        config.attn_implementation,
+        config.resolve_quantization(),
+    )
+
+
+def describe_training(
+    config: RunConfig,
+    device_type: str,
+    num_ranks: int,
+    longest_tokens: int | None = None,
+    epoch_tokens: int | None = None,
+) -> Training:
+    """Return how a run trains; a microbatch is the largest that can come.
+
+    Args:
+        longest_tokens: of the data's rows, or of its prompts where they are to be answered, where it is known; else
+            `max_length` is planned for.
+        epoch_tokens: of the data, where it is known.
+
+    Raises:
+        ConfigError: there is no length to plan for.
+    """
+    defaults = {field.name: field.default for field in fields(getattr(trl, config.trl_method.config_class))}
+    options: dict[str, Any] = defaults | config.trainer_options | config.count_accumulation(num_ranks)
+    optimizer = options["optim"]
+    return Training(
+        microbatch=_describe_microbatch(config, options, device_type, longest_tokens),
+        accumulation_steps=options["gradient_accumulation_steps"],
+        optimizer=str(getattr(optimizer, "value", optimizer)),
+        dataset_tokens=round(epoch_tokens * options["num_train_epochs"]) if epoch_tokens else None,
+    )
+
+
+def _describe_microbatch(
+    config: RunConfig, options: dict[str, Any], device_type: str, longest_tokens: int | None
+) -> Microbatch:
+    method = config.trl_method
+    is_flash = "flash" in (config.attn_implementation or "")
+    row_tokens = _find_row_tokens(config, options, longest_tokens)
+    num_rows = options["per_device_train_batch_size"] * method.rows_per_example
+    if method.is_prepared_here and (options["padding_free"] or (config.packing and is_flash)):
+        num_rows, row_tokens = 1, num_rows * row_tokens
+    return Microbatch(
+        num_rows=num_rows,
+        row_tokens=row_tokens,
+        device_type=device_type,
+        has_mask=not is_flash and (config.packing or num_rows > 1),
+        loss=_find_loss(method, options),
+        checkpointing=dict(config.activation_checkpointing_kwargs or {}) if config.activation_checkpointing else None,
+        is_offloading=bool(options.get("activation_offloading")),
+        layer_rows=config.layer_microbatch_size,
+    )
+
+
+def _find_loss(method: Method, options: dict[str, Any]) -> Literal["model", "fused", "score"]:
+    if method.is_classifier:
+        return "score"
+    # Smoothing needs whole logits; TRL's trainers keep their loss fused in every other case.
+    return "model" if options["label_smoothing_factor"] else "fused"
+
+
+def _find_row_tokens(config: RunConfig, options: dict[str, Any], longest_tokens: int | None) -> int:
+    if config.trl_method.generates:
+        return (longest_tokens or _ASSUMED_PROMPT_TOKENS) + options["max_completion_length"]
+    max_length = config.max_length if config.trl_method.is_prepared_here else options["max_length"]
+    known = [length for length in ([max_length] if config.packing else [max_length, longest_tokens]) if length]
+    if not known:
+        raise ConfigError("max_length: planning needs the length of a row; give --max_length")
+    return min(known)
+
+
+def _read_settled_dtype(config: RunConfig) -> torch.dtype:
+    assert config.dtype != "auto", "what it becomes is settled for a device first"
+    return getattr(torch, config.dtype)
+
+
+def settle_dtype_here(
+    config: RunConfig,
+    device: torch.device | None,
+    explain: Callable[[torch.device], str | None] | None = None,
+) -> tuple[RunConfig, Sequence[str]]:
+    """Return the configuration with what `dtype: auto` becomes on this machine, and what there is to say of it.
+
+    Args:
+        device: None for GPUs that are not here: all that are known have bfloat16.
+        explain: as for `choose_dtype`.
+    """
+    if device is None:
+        return config.with_dtype("bfloat16") if config.dtype == "auto" else config, ()
+    name, sentence = settle_name(config.dtype, device, explain)
+    return config.with_dtype(name), (sentence,) if sentence else ()
+
+
+def find_planned_device(config: RunConfig, wanted: HardwareOptions) -> torch.device | None:
+    """Return the device of this machine that a plan is for; None where it is for GPUs that are not here."""
+    if config.cpu is not None:
+        return torch.device("cpu")
+    visible = find_gpus()
+    if wanted.gpu_type is None and visible.count and (_count_gpus(config) or 1) <= visible.count:
+        return torch.device("cuda", config.gpus[0] if isinstance(config.gpus, list) else 0)
+    return None
+
+
+def _count_gpus(config: RunConfig) -> int | None:
+    return len(config.gpus) if isinstance(config.gpus, list) else config.gpus
+
+
+def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, Sequence[str]]:
+    """Return the machines to plan for, those asked for or else this one, and what had to be assumed.
+
+    Args:
+        config: with a dtype that is settled, in which this machine's speed is measured.
+
+    Raises:
+        ConfigError: the options ask for GPUs, and neither are they here nor is a type or an amount of memory given.
+    """
+    device, num_gpus = find_planned_device(config, wanted), _count_gpus(config)
+    if config.cpu is not None and device is not None:
+        torch.set_num_threads(max(1, count_cores() // config.cpu))  # as the launcher gives to each rank
+        hardware = probe(device, _read_settled_dtype(config))
+        return Cluster(hardware, config.cpu, wanted.nodes, measure_free_bytes(device, config.cpu)), ()
+    visible = find_gpus()
+    given_bytes = wanted.memory_bytes()
+    if device is not None:
+        hardware = wanted.apply(probe(device, _read_settled_dtype(config)))
+        free_bytes = usable_bytes(given_bytes) if given_bytes else measure_free_bytes(device, 1)
+        host_bytes = psutil.virtual_memory().available
+        return Cluster(hardware, num_gpus or visible.count, wanted.nodes, free_bytes, host_bytes), ()
+    if wanted.gpu_type is None and given_bytes is None:
+        raise ConfigError(
+            f"{num_gpus or 1} GPUs are to be planned for, but {visible.count} are visible: give --gpu_type "
+            f"({', '.join(known_gpu_types())}), or --gpu_memory, or --cpu N"
+        )
+    gpu_type = wanted.gpu_type or guess_gpu_type("", given_bytes or 0)
+    hardware = wanted.apply(find_gpu_type(gpu_type))
+    cluster = Cluster(hardware, num_gpus or 1, wanted.nodes, usable_bytes(hardware.memory_bytes))
+    notes = ["the host memory of machines that are not here is not known: compare what is needed with what they have"]
+    if wanted.gpu_type is None:
+        notes.append(f"no such GPUs are here, so their speeds are those of {gpu_type}; give --gpu_type for another")
+    return cluster, notes

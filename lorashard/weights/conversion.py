@@ -1,0 +1,177 @@
+"""Which stored tensors make which model tensors, decided by transformers' own loader.
+
+The one place that knows the inside of transformers' weight loading (`core_model_loading`, `conversion_mapping`); it
+follows `convert_and_load_state_dict_in_model`, from 5.17 on, without reading a byte of data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from ..errors import CheckpointError
+from .safetensors_files import StoredTensor
+from .segments import Runs
+
+
+@dataclass
+class Group:
+    """Stored tensors that are loaded together, and what becomes of them.
+
+    Attributes:
+        name: The model tensor, or the first of those that a conversion makes.
+        converter: transformers' conversion; None where the one stored tensor is taken as it is.
+        dtype: What the stored tensors are cast to before they are converted.
+        sources: The stored tensors for each source pattern of the conversion, in the loader's order.
+    """
+
+    name: str
+    converter: WeightConverter | None
+    dtype: torch.dtype
+    sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
+
+    def convert(self, model: Skeleton, load: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Load the stored tensors whole with `load` and return the model tensors that they make."""
+        if self.converter is None:
+            ((stored,),) = self.sources.values()
+            return {self.name: load(stored)}
+        converter = deepcopy(self.converter)
+        for pattern, tensors in self.sources.items():
+            for stored in tensors:
+                converter.add_tensor(self.name, stored.key, pattern, load(stored))
+        made = converter.convert(self.name, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def concatenate(self, made: Mapping[str, torch.Tensor]) -> dict[str, Runs] | None:
+        """Return what the conversion makes as runs of stored elements, or None where it is no mere concatenation.
+
+        Only for operations that are known to move whole runs of elements: stacking along dim 0, concatenating along
+        dim 0 (or along dim 1 what was just stacked: each expert's gate, then its up projection), and chunking along
+        dim 0. The outcome must have the shapes that transformers' own conversion gave (`made`).
+        """
+        if self.converter is None:
+            ((stored,),) = self.sources.values()
+            return {self.name: Runs.of(stored)}
+        patterns = self.converter.source_patterns
+        values = {pattern: [Runs.of(stored) for stored in tensors] for pattern, tensors in self.sources.items()}
+        is_stacked = False
+        for operation in self.converter.operations:
+            parts = [runs for pattern in patterns for runs in values.get(pattern, [])]
+            if type(operation) is MergeModulelist and operation.dim == 0:
+                values = {pattern: [Runs.stack(stack)] for pattern, stack in values.items()}
+                is_stacked = True
+            elif type(operation) is Concatenate and (operation.dim == 0 or (operation.dim == 1 and is_stacked)):
+                values = {patterns[0]: [Runs.cat(parts, operation.dim)]}
+            elif type(operation) is Chunk and operation.dim == 0 and len(parts) == 1:
+                values = {patterns[0]: parts[0].split([tensor.shape[0] for tensor in made.values()])}
+            else:
+                return None
+        outcome = [runs for stack in values.values() for runs in stack]
+        if [runs.shape for runs in outcome] != [tuple(tensor.shape) for tensor in made.values()]:
+            return None
+        return dict(zip(made, outcome, strict=True))
+
+
+class Skeleton:
+    """What conversions may ask of a model: its config and its tensors' shapes, as they were before adapters came in."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config = model.config
+        self._tensors = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in model.state_dict().items()
+        }
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Return the meta tensor called `name`."""
+        return self._tensors[name]
+
+
+def map_keys(
+    model: PreTrainedModel, stored_tensors: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> tuple[list[Group], dict[str, str]]:
+    """Return the groups in which stored tensors are loaded, and the names unknown to the model with their stored keys.
+
+    Args:
+        model: Skeleton without adapters, built in `dtype`.
+
+    Raises:
+        CheckpointError: Two stored tensors claim to be one model tensor.
+    """
+    expected = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    dtype_of = _choose_dtypes(model, expected, dtype)
+
+    groups: dict[str, Group] = {}
+    unexpected: dict[str, str] = {}
+    # The order is the loader's: it numbers the experts, and some renamings depend on what came before.
+    for key in sorted(stored_tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+        if name not in expected and key in expected:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
+        converter = converter_of[pattern] if pattern is not None else None
+        if name not in expected:
+            targets = converter.target_patterns if converter else []
+            unexpected.update({name.replace(targets[0], target): key for target in targets} or {name: key})
+            continue
+        group = groups.setdefault(name, Group(name, converter, dtype_of[name]))
+        if group.sources and (converter is None or group.converter is not converter):
+            first = next(iter(group.sources.values()))[0].key
+            raise CheckpointError(
+                f"Model tensor {name} is in the checkpoint twice, as {first} and as {key}. "
+                "Remove one, or save the model again with transformers."
+            )
+        group.sources.setdefault(pattern or key, []).append(stored_tensors[key])
+    return list(groups.values()), unexpected
+
+
+def _choose_dtypes(
+    model: PreTrainedModel, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return each tensor's dtype: float32 where the model insists, else the skeleton's own."""
+    plan = {re.compile(pattern.replace("*", ".*")): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
+    return {
+        name: next((kept for pattern, kept in plan.items() if pattern.search(name)), tensor.dtype)
+        for name, tensor in expected.items()
+    }
+
+
+def revert(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`, named as in the model, by the keys and in the shapes in which `save_pretrained` stores them."""
+    with torch.no_grad():
+        return revert_weight_conversion(model, dict(tensors)) if tensors else {}
+
+
+def is_converted(model: PreTrainedModel) -> bool:
+    """Tell whether storing the model does more than rename its tensors."""
+    transforms = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+    return any(isinstance(transform, WeightConverter) for transform in transforms)
+
+
+def drop_ignored(
+    model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """Return missing and unexpected names without those that the model's class says do not matter."""
+    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(report)
+    return report.missing_keys, report.unexpected_keys

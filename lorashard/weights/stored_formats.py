@@ -1,0 +1,155 @@
+"""In which quantised format a checkpoint's files are, as its config tells, and what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..config.quantization_options import Quantization
+from ..errors import CheckpointError, ConfigError
+
+BITSANDBYTES, MXFP4, FP8 = "bitsandbytes", "mxfp4", "fp8"
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """How the files hold what is quantised in them.
+
+    Attributes:
+        method: as `quantization_config` calls it.
+        description: for people.
+        quantization: what the stored bytes are kept as; None where they are dequantised while they are read.
+        skipped: modules that are stored as they are, as the config names them; None for an unquantised LM head alone.
+        block: rows and columns that share a scale, in block-wise fp8.
+    """
+
+    method: str
+    description: str
+    quantization: Quantization | None = None
+    skipped: tuple[str, ...] | None = None
+    block: tuple[int, int] | None = None
+
+    def skips(self, module_path: str) -> bool:
+        """Tell whether a module is stored as it is, by its path in the model or the end of it."""
+        around = f".{module_path}."
+        return any(f".{name}." in around for name in self.skipped or ())
+
+
+def find_stored_format(config: Mapping[str, Any] | PreTrainedConfig, where: str = "the model") -> StoredFormat | None:
+    """Return in which quantised format a model's files are; None for plain numbers.
+
+    Args:
+        config: the model's, as config.json has it, or as transformers reads it.
+        where: what the config belongs to, for messages.
+
+    Raises:
+        CheckpointError: it is one that cannot be read.
+    """
+    found = _find_quantization_config(config)
+    if not found:
+        return None
+    method = _find_method(found)
+    try:
+        if method == BITSANDBYTES:
+            return _read_bitsandbytes(found, where)
+        if method == MXFP4:
+            return StoredFormat(MXFP4, "MXFP4", skipped=_read_skipped(found, "modules_to_not_convert"))
+        if method == FP8:
+            return _read_fp8(found)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The quantization_config of {where} is damaged ({error}). Download its config.json again."
+        ) from error
+    raise CheckpointError(
+        f"Expected unquantised weights in {where}, or weights as bitsandbytes (nf4, int8), MXFP4 or block-wise fp8 "
+        f"store them, but its config has a quantization_config ({method}). Use the unquantised model; `quantization: "
+        "nf4` makes it as small while it is read."
+    )
+
+
+def find_stored_quantization(config: Mapping[str, Any] | PreTrainedConfig) -> Quantization | None:
+    """Return what a checkpoint's stored bytes are kept as; None for plain numbers, and what is made into such.
+
+    Raises:
+        CheckpointError: the files are in a format that cannot be read.
+    """
+    stored = find_stored_format(config)
+    return stored.quantization if stored else None
+
+
+def settle_quantization(stored: StoredFormat | None, asked: Quantization | None, where: str) -> Quantization | None:
+    """Return what a base is kept as: what its files already are, or else what is asked for.
+
+    Raises:
+        ConfigError: the files are quantised already, to another format.
+    """
+    if stored is None or stored.quantization is None:
+        return asked
+    if asked is not None and (asked.format != stored.quantization.format or asked.has_vocabulary):
+        extra = " with embedding and LM head" if asked.has_vocabulary else ""
+        raise ConfigError(
+            f"quantization: expected {stored.quantization.format}, in which {where} is stored ({stored.description}), "
+            f"found {asked.format}{extra}; leave the option out, or use the unquantised model"
+        )
+    return stored.quantization
+
+
+def forget_stored_format(config: PreTrainedConfig) -> None:
+    """Let a config describe the plain modules that are made of a quantised checkpoint."""
+    for each in (config, config.get_text_config()):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+
+
+def _find_quantization_config(config: Mapping[str, Any] | PreTrainedConfig) -> dict[str, Any] | None:
+    values = config.to_dict() if isinstance(config, PreTrainedConfig) else config
+    for each in (values, values.get("text_config"), values.get("llm_config")):
+        if isinstance(each, Mapping) and isinstance(each.get("quantization_config"), Mapping):
+            return dict(each["quantization_config"])
+    return None
+
+
+def _find_method(found: Mapping[str, Any]) -> str:
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        return BITSANDBYTES  # before transformers 4.31 nothing else was stored
+    return str(getattr(method, "value", method))
+
+
+def _read_bitsandbytes(found: Mapping[str, Any], where: str) -> StoredFormat:
+    skipped = _read_skipped(found, "llm_int8_skip_modules")
+    if found.get("load_in_4bit"):
+        kind = found.get("bnb_4bit_quant_type", "fp4")  # bitsandbytes' own default
+        if kind != "nf4":
+            raise CheckpointError(
+                f"Expected nf4 of the 4-bit formats of bitsandbytes, found bnb_4bit_quant_type {kind!r} in {where}. "
+                "Use the unquantised model with `quantization: nf4`, or a copy of it that is stored as nf4."
+            )
+        double_quant = bool(found.get("bnb_4bit_use_double_quant"))
+        description = "bitsandbytes' nf4" + (" with double quantisation" if double_quant else "")
+        return StoredFormat(BITSANDBYTES, description, Quantization("nf4", double_quant), skipped)
+    if found.get("load_in_8bit"):
+        return StoredFormat(BITSANDBYTES, "bitsandbytes' int8", Quantization("int8"), skipped)
+    raise ValueError("neither load_in_4bit nor load_in_8bit is set")
+
+
+def _read_fp8(found: Mapping[str, Any]) -> StoredFormat:
+    size = found.get("weight_block_size")
+    skipped = _read_skipped(found, "modules_to_not_convert")
+    if size is None:
+        return StoredFormat(FP8, "fp8 with a scale for each weight", skipped=skipped)
+    if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise ValueError(f"weight_block_size: expected two whole numbers, found {size!r}")
+    return StoredFormat(FP8, f"fp8 in blocks of {size[0]}x{size[1]}", skipped=skipped, block=(size[0], size[1]))
+
+
+def _read_skipped(found: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
+    names = found.get(key)
+    if names is None:
+        return None
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key}: expected names of modules, found {names!r}")
+    return tuple(names)
