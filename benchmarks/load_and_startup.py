@@ -84,9 +84,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def measure_starts(count: int) -> dict[str, Any]:
     """Return the wall seconds of each command, and whether `lorashard --help` imports torch."""
     script = str(Path(sys.executable).with_name("lorashard"))
-    quickly = (
-        "from lorashard.runtime.importing import quick_imports\nwith quick_imports(): import lorashard.training.train"
-    )
+    importing = "from lorashard.runtime.importing import quick_imports"
+    quickly = f"{importing}\nwith quick_imports(): import lorashard.training.train"
     commands = {
         "python": [sys.executable, "-c", "pass"],
         "lorashard": [script, "--help"],

@@ -111,8 +111,8 @@ def load(
         progress: told on this rank how much is there, of how much, and of what: "bytes" while weights are downloaded,
             "bytes hashed" of its files, "units converted" and "units" of the model while they are read. By default the
             person is told on rank 0's stderr of what takes longer than two seconds.
-        **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`, `cpu_offload`,
-            `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
+        **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`,
+            `cpu_offload`, `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
 
     Raises:

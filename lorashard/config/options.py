@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from ..errors import ConfigError
 
@@ -402,3 +403,13 @@ def find_nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that `name` was probably meant to be, if any is near."""
     nearest = difflib.get_close_matches(name, list(names), n=1)
     return nearest[0] if nearest else None
+
+
+def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
+    """Return the options that are the fields of a class and of those that it inherits from."""
+    own = {}
+    for owner in reversed(cls.__mro__):
+        for name, annotation in owner.__dict__.get("__annotations__", {}).items():
+            if name in cls.model_fields:
+                own[name] = Option.from_annotation(name, annotation)
+    return own

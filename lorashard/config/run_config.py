@@ -13,16 +13,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ConfigError
+from .adapter_options import AdapterOptions
 from .base_options import BaseOptions
 from .data_options import DataOptions
-from .initialization import explain_rewriting, is_derived
 from .methods import METHODS, Method, explain_refused
-from .options import GivenOption, Option, find_nearest, read_command_line, read_trainer_options, read_yaml_options
+from .names import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, VALUE_ALIASES
+from .options import (
+    GivenOption,
+    Option,
+    find_nearest,
+    read_command_line,
+    read_own_options,
+    read_trainer_options,
+    read_yaml_options,
+)
 from .placement import PlacementOptions, explain_invalid, parse_steps
-from .quantization_options import QuantizationOptions, explain_compiling
+from .precision import choose_precision
 
 # Where lorashard's defaults are not TRL's: what works for LoRA, and no loss hidden that is not finite. The
 # learning rate is the method's.
@@ -33,105 +42,6 @@ TRAINER_DEFAULTS = {
     "logging_nan_inf_filter": False,
 }
 
-# Other tools' spellings (axolotl, LLaMA-Factory, TRL's scripts, PEFT, older transformers), where they mean the same.
-ALIASES = {
-    "stage": "method",
-    "rl": "method",
-    "model": "model_name_or_path",
-    "base_model": "model_name_or_path",
-    "resume": "resume_from_checkpoint",
-    "revision_of_model": "model_revision",
-    "torch_dtype": "dtype",
-    "dataset_name": "dataset",
-    "dataset_train_split": "dataset_split",
-    "dataset_test_split": "eval_dataset_split",
-    "max_seq_length": "max_length",
-    "max_seq_len": "max_length",
-    "sequence_len": "max_length",
-    "cutoff_len": "max_length",
-    "sample_packing": "packing",
-    "eval_sample_packing": "eval_packing",
-    "r": "lora_r",
-    "lora_rank": "lora_r",
-    "lora_target": "lora_target_modules",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-    "target_parameters": "lora_target_parameters",
-    "lora_layers_to_transform": "layers_to_transform",
-    "peft_init_lora_weights": "init_lora_weights",
-    "additional_target": "lora_modules_to_save",
-    "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
-    "double_quantization": "bnb_4bit_use_double_quant",
-    "peft_use_rslora": "use_rslora",
-    "peft_use_dora": "use_dora",
-    "lora_task_type": "task_type",
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-    "micro_batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "num_epochs": "num_train_epochs",
-    "epochs": "num_train_epochs",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "optimizer": "optim",
-    "evaluation_strategy": "eval_strategy",
-}
-
-VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "method": {"rm": "reward"}}
-
-_QUANTIZES_ITSELF = "give quantization: nf4, int8 or fp8, and bnb_4bit_use_double_quant, by their own names"
-_SCALES_ROWS = "quantization: int8 keeps a scale for each row, and treats no weight or activation apart: leave it out"
-_SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
-_KEEPS_NO_SECRETS = "a token is no option, which runs write down: log in with `hf auth login`, or set HF_TOKEN"
-_PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
-REFUSED_OPTIONS = {
-    "fsdp": _SHARDS_ITSELF,
-    "fsdp_config": _SHARDS_ITSELF,
-    "fsdp_transformer_layer_cls_to_wrap": _SHARDS_ITSELF,
-    "fsdp_min_num_params": _SHARDS_ITSELF,
-    "deepspeed": _SHARDS_ITSELF,
-    "parallelism_config": _SHARDS_ITSELF,
-    "model_init_kwargs": "give dtype, attn_implementation, model_revision, trust_remote_code and quantization by their "
-    "own names",
-    "pad_token": "TRL has deprecated it: the tokenizer's padding token is used",
-    "use_cpu": "give --cpu N, the number of ranks",
-    "local_rank": "the launcher tells each rank its number",
-    "hub_token": _KEEPS_NO_SECRETS,
-    "push_to_hub_token": _KEEPS_NO_SECRETS,
-    "use_auth_token": _KEEPS_NO_SECRETS,
-}
-# What to say of names that other tools have and lorashard has not.
-HINTS = {
-    "warmup_ratio": "give the ratio as warmup_steps, a number below 1",
-    "datasets": "give one dataset: a file, a folder or a hub id",
-    "max_prompt_length": "TRL cuts no prompts: shorten them in the data",
-    "pref_beta": "give beta",
-    "pref_loss": "give loss_type",
-    "template": "give chat_template_path, or nothing for the model's own template",
-    "flash_attn": "give attn_implementation: flash_attention_2",
-    "flash_attention": "give attn_implementation: flash_attention_2",
-    "adapter": "every run trains LoRA; for qlora give quantization: nf4",
-    "quantization_bit": "give quantization: nf4 for 4 bits, int8 or fp8 for 8",
-    "quantization_method": "give quantization: nf4, int8 or fp8",
-    "quantization_type": "give quantization: nf4, int8 or fp8",
-    "quantization_config": _QUANTIZES_ITSELF,
-    "bnb_config_kwargs": _QUANTIZES_ITSELF,
-    "bnb_4bit_quant_type": "quantization: nf4 is the only 4-bit format here: leave it out",
-    "bnb_4bit_compute_dtype": "dtype is what is computed in: give that, or nothing for what the device is good at",
-    "bnb_4bit_quant_storage": "packed weights are sharded as bytes: leave it out",
-    "llm_int8_threshold": _SCALES_ROWS,
-    "llm_int8_has_fp16_weight": _SCALES_ROWS,
-    "llm_int8_skip_modules": "norms, biases, routers, embedding and LM head are skipped: leave it out",
-    "llm_int8_enable_fp32_cpu_offload": "give placement: host",
-}
-# Options whose one workable value is set by lorashard: giving that value is fine.
-PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
-    "ddp_find_unused_parameters": (False, "every adapter parameter takes part in each step, and searching costs time"),
-    "dataset_kwargs": ({"skip_prepare_dataset": True}, _PREPARES_ITSELF),
-    "do_train": (True, "finetune trains"),
-    "do_predict": (False, "finetune does not predict"),
-    "enable_jit_checkpoint": (False, "SIGTERM has a run save by itself, once all ranks have agreed on it"),
-}
 
 _SAVE_STEPS = 500  # transformers' default
 _BATCH_ROWS = 8  # likewise
@@ -139,7 +49,7 @@ _BATCH_ROWS = 8  # likewise
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
-class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions):
+class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
     """Everything that decides a run. A key that is not lorashard's or the data's is one of TRL's for the method.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
@@ -192,31 +102,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
     eos_token: str | None = None
     """The token that ends a turn or a sequence, if it is not the tokenizer's own."""
 
-    lora_r: int = Field(default=16, ge=1)
-    """The low rank of LoRA's matrices."""
-    lora_alpha: int = Field(default=32, ge=1)
-    """LoRA's scale: the adapter's output is multiplied by lora_alpha / lora_r."""
-    lora_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout before LoRA's matrices."""
-    lora_target_modules: str | list[str] = "all-linear"
-    """The layers to adapt: `all-linear`, names such as `q_proj,v_proj`, or a regular expression."""
-    lora_modules_to_save: list[str] | None = None
-    """Modules to train whole and save beside the adapter."""
-    use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(lora_r)."""
-    use_dora: bool = False
-    """Weight-decomposed LoRA."""
-    init_lora_weights: bool | str = True
-    """How LoRA's matrices begin: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero. With
-    quantization: nf4 also `loftq`: making up for what the base has lost, where lora_alpha equals lora_r. `pissa`,
-    `pissa_niter_N` and `olora` train on a copy of the base that is derived once and kept (docs/peft.md)."""
-    lora_target_parameters: list[str] | None = None
-    """Parameters to adapt that are no layer's weight, such as fused experts: `mlp.experts.gate_up_proj`."""
-    layers_to_transform: list[int] | None = None
-    """Adapt these decoder layers alone, counted from 0; backward ends at the lowest. Needs lora_target_modules that
-    are a list of names."""
-    loraplus_lr_ratio: float | None = Field(default=None, ge=1)
-    """LoRA+: the learning rate of LoRA's B is this many times that of A, which is learning_rate."""
     task_type: Literal["CAUSAL_LM", "SEQ_CLS"] | None = None
     """What PEFT writes into the adapter's configuration; the method decides."""
 
@@ -224,12 +109,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
     """Recompute activations in backward instead of keeping them."""
     activation_checkpointing_kwargs: dict[str, Any] | None = None
     """transformers' options for it, such as `{"use_reentrant": false}`."""
-    torch_compile: bool = False
-    """Compile the forward of each decoder layer: docs/kernels.md."""
-    torch_compile_backend: str | None = None
-    """torch.compile's backend, in place of `inductor`; it implies torch_compile."""
-    torch_compile_mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
-    """torch.compile's mode, of those that need no weights at fixed addresses; it implies torch_compile."""
     trainer: dict[str, Any] = Field(default_factory=dict)
     """What was given of TRL's options for the method; not an option itself."""
 
@@ -272,7 +151,7 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
         given += [GivenOption(name, value, "") for name, value in values.get("trainer", {}).items()]
         method = find_method(given)
         options = collect_options(given, read_known_options(method), method)
-        options |= _choose_precision(options)
+        options |= choose_precision(options)
         own_names = cls.model_fields.keys() - method.absent_options
         own = {name: value for name, value in options.items() if name in own_names}
         trainer = {name: value for name, value in options.items() if name not in own}
@@ -340,49 +219,6 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
     def trl_method(self) -> Method:
         """TRL's trainer and what belongs to it."""
         return METHODS[self.method]
-
-    @field_validator("lora_target_modules")
-    @classmethod
-    def _name_one_module(cls, value: str | list[str]) -> str | list[str]:
-        """PEFT takes a text for a regular expression of whole paths, which a name alone never matches."""
-        return [value] if isinstance(value, str) and value.isidentifier() else value
-
-    @model_validator(mode="after")
-    def _check_adapter(self) -> RunConfig:
-        quantization = self.resolve_quantization()
-        reason = explain_rewriting(self.init_lora_weights, quantization.format if quantization else None, is_new=True)
-        if self.compile_options() is not False:
-            reason = reason or explain_compiling(quantization)
-        if reason is not None:
-            raise ConfigError(reason)
-        is_known = self.init_lora_weights in (True, False, "gaussian", "orthogonal", "loftq")
-        if not is_known and not is_derived(self.init_lora_weights):
-            raise ConfigError(
-                "init_lora_weights: expected true, false, gaussian, orthogonal, loftq, pissa, pissa_niter_N or olora, "
-                f"found {self.init_lora_weights!r}"
-            )
-        if self.init_lora_weights == "loftq":
-            self._check_loftq()
-        if self.layers_to_transform is not None and isinstance(self.lora_target_modules, str):
-            raise ConfigError(
-                "layers_to_transform: PEFT needs lora_target_modules as a list of names with it, such as "
-                f"q_proj,v_proj, found '{self.lora_target_modules}'"
-            )
-        return self
-
-    def _check_loftq(self) -> None:
-        for option in ("use_dora", "lora_target_parameters"):
-            if getattr(self, option):
-                raise ConfigError(
-                    f"{option}: LoftQ initialises plain LoRA of linear layers alone: leave it or init_lora_weights out"
-                )
-        expected = self.lora_r**0.5 if self.use_rslora else self.lora_r
-        if self.lora_alpha != expected:  # PEFT's LoftQ does not divide by the scale: it would add to what is lost
-            raise ConfigError(
-                "lora_alpha: init_lora_weights 'loftq' makes up for what quantising has lost only where the adapter's "
-                f"scale is 1, so expected {expected:g} with lora_r {self.lora_r}"
-                f"{' and use_rslora' if self.use_rslora else ''}, found {self.lora_alpha}"
-            )
 
     @property
     def profile_range(self) -> tuple[int, int] | None:
@@ -481,26 +317,9 @@ class RunConfig(DataOptions, PlacementOptions, QuantizationOptions, BaseOptions)
         """Return the arguments of `load` that say where the base rests."""
         return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
 
-    def compile_options(self) -> bool | dict[str, str]:
-        """Return the `torch_compile` of `load`. The trainer is told nothing of it: its switch compiles whole models."""
-        given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
-        return {name: value for name, value in given.items() if value is not None} or self.torch_compile
-
     def lora_options(self) -> dict[str, Any]:
         """Return the arguments of PEFT's `LoraConfig`."""
-        return {
-            "r": self.lora_r,
-            "lora_alpha": self.lora_alpha,
-            "lora_dropout": self.lora_dropout,
-            "target_modules": self.lora_target_modules,
-            "modules_to_save": self.lora_modules_to_save,
-            "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora,
-            "init_lora_weights": self.init_lora_weights,
-            "target_parameters": self.lora_target_parameters,
-            "layers_to_transform": self.layers_to_transform,
-            "task_type": self.trl_method.task_type,
-        }
+        return self.describe_lora() | {"task_type": self.trl_method.task_type}
 
     def to_yaml(self) -> str:
         """Return the whole configuration as a flat YAML file that `resolve` reads back to the same options."""
@@ -534,16 +353,6 @@ def read_known_options(method: Method = METHODS["sft"]) -> dict[str, Option]:
     own = read_own_options(RunConfig)
     known = {name: option for name, option in own.items() if name not in method.absent_options | {"trainer"}}
     return read_trainer_options(method.config_class) | known
-
-
-def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
-    """Return the options that are the fields of a class and of those that it inherits from."""
-    own = {}
-    for owner in reversed(cls.__mro__):
-        for name, annotation in owner.__dict__.get("__annotations__", {}).items():
-            if name in cls.model_fields:
-                own[name] = Option.from_annotation(name, annotation)
-    return own
 
 
 def collect_options(
@@ -631,22 +440,3 @@ def _check_saves(trainer: Mapping[str, Any]) -> None:
             f"load_best_model_at_end needs save_steps that are a multiple of eval_steps, found {save_steps} and "
             f"{eval_steps}"
         )
-
-
-def _choose_precision(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dtype that `bf16` or `fp16` ask for, after checking that all three agree.
-
-    The base is cast to the dtype of the computation once, when it is loaded: under autocast to another one, every
-    layer's weights would be copied in each step.
-    """
-    asked = {flag: name for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")) if options.get(flag)}
-    if len(asked) == 2:
-        raise ConfigError("bf16 and fp16 are both true: choose one")
-    for flag, name in asked.items():
-        dtype = options.get("dtype", name)
-        if dtype not in (name, "auto"):
-            raise ConfigError(f"{flag}: true and dtype: {dtype} contradict each other: the base computes in its dtype")
-        return {"dtype": name}
-    if options.get("dtype") == "float16" and options.get("fp16") is False:
-        raise ConfigError("fp16: false and dtype: float16 contradict each other: float16 needs fp16's loss scaling")
-    return {}

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError
 from ..weights.model_config import describe_error, explain_code
-from ..weights.safetensors_files import check_links, read_json_object
+from ..weights.model_folder import check_links, read_json_object
 
 _CONFIG_NAMES = ("tokenizer_config.json", "config.json")  # either may name code
 

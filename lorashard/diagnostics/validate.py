@@ -22,7 +22,8 @@ from ..launch.launcher import check_output_dir
 from ..runtime.devices import check_device, choose_ranks, find_gpus
 from ..runtime.disk import show_bytes
 from ..runtime.plugins import refuse_plugins
-from ..weights.safetensors_files import Checkpoint, explain_hub_errors, resolve_folder
+from ..weights.hub import explain_hub_errors, resolve_folder
+from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import find_stored_format, settle_quantization
 
 

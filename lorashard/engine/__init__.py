@@ -4,11 +4,12 @@ Reading order: layout, copies, home, stand_in, placeholder, packed, slots, strea
 """
 
 from .copies import HostCopies
-from .engine import Engine, Stats, Visit
+from .engine import Engine, Visit
 from .home import DeviceHome, FileHome, Home, HostHome
 from .layout import Layout, Piece, plan_layout
 from .packed import Packed, Packing, Part, Workspace
 from .placeholder import Placeholder
+from .stats import Stats
 from .unit import Owner, State, Unit, Weight
 
 __all__ = [

@@ -1,1 +1,4 @@
-"""A trained adapter merged into its base, a unit at a time, and written as a model of its own."""
+"""What leaves a run as files: the saved adapter, a merged model, and bases that are derived for PiSSA and OLoRA.
+
+Reads files and live models a unit at a time. Which files a base has is in `weights`.
+"""

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..runtime.dtypes import name_of
-from ..weights.safetensors_files import INDEX_NAME
+from ..weights.model_folder import INDEX_NAME
 
 _TOKENIZER_FILES = (
     "tokenizer*",

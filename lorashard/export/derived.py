@@ -36,11 +36,12 @@ from ..weights.build_once import make_once
 from ..weights.conversion import Group
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin, find_derived_dir
 from ..weights.fingerprint import ADAPTER_NAME, BaseIdentity, hash_file
-from ..weights.safetensors_files import Checkpoint, resolve_folder
+from ..weights.hub import resolve_folder
+from ..weights.safetensors_files import Checkpoint
 from ..weights.weights import BaseWeights
+from .base_plan import copy_stored, plan_base
 from .base_values import describe
 from .companions import write_companions
-from .merger import copy_stored, plan_base
 from .spelling import OriginalSpelling
 from .targets import to_base_name
 from .writing import TensorWriter, plan_files

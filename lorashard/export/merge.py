@@ -14,7 +14,8 @@ from ..model.saved import choose_quantization, find_adapter, find_base, read_con
 from ..model.sharding import base_of
 from ..runtime.join import join_launch, with_index
 from ..weights.fingerprint import BaseIdentity, read_quantized_form
-from ..weights.safetensors_files import Checkpoint, resolve_folder
+from ..weights.hub import resolve_folder
+from ..weights.safetensors_files import Checkpoint
 from .merger import MergeReport, merge_checkpoint, merge_live
 from .requantized import choose_requantization
 

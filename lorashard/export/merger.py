@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -11,27 +10,24 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from peft import PeftConfig, PeftModel, TaskType, get_peft_model_state_dict
-from safetensors import safe_open
-from torch import nn
+from peft import PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from ..config.quantization_options import Quantization
-from ..engine import Engine, Placeholder
+from ..engine import Engine
 from ..errors import ConfigError
 from ..model.adapters import base_test, inject
-from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton, put_placeholders
+from ..model.loading import put_placeholders
 from ..model.refusals import check_config
 from ..model.saved import count_labels, read_config, restore
 from ..model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase
 from ..model.units import find_units
 from ..runtime import dist
 from ..runtime.agreement import together
-from ..weights.fingerprint import ADAPTER_NAME
-from ..weights.model_config import read_model_config
-from ..weights.safetensors_files import Checkpoint, StoredTensor
+from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import settle_quantization
-from ..weights.weights import PIECE_BYTES, BaseWeights
+from ..weights.weights import BaseWeights
+from .base_plan import copy_stored, find_dropped_keys, find_dtype, find_held, find_held_names, plan_base
 from .base_values import BaseTensors, EngineValues, FileValues, MergeUnit, Read, Values, describe, own_unit
 from .companions import write_companions
 from .quantized_base import QuantizedBase, find_tied_quantizers
@@ -130,12 +126,12 @@ def merge_checkpoint(
         put_placeholders(skeleton, weights, device)
         quantized = _find_quantized(skeleton, weights, quantization, base, {dtype: quantized_dtype or dtype})
         requantized = find_requantized(skeleton, requantize)
-        held = _hold(skeleton, base, adapter, config)
+        held = find_held(skeleton, base, adapter, config)
         model = inject(skeleton, config)
         find_tuner(model)
         restore(model, adapter)
         cast = dtype if dtype_is_given else None
-        files = _Files(base_folder, weights, cast, _dropped_keys(config), plan)
+        files = _Files(base_folder, weights, cast, find_dropped_keys(config), plan)
         merge = _Merge(model.eval(), skeleton, base, dtype, device, held, files, quantized, requantized)
         return merge.run(out, max_shard_size, adapter, advance)
 
@@ -196,7 +192,7 @@ def merge_live(
         if live.can_generate():
             skeleton.generation_config = live.generation_config
         base = describe(skeleton)
-        held = _held_names(keys, base, config)
+        held = find_held_names(keys, base, config)
         quantized, requantized = QuantizedBase(), find_requantized(skeleton, requantize)
         merge = _Merge(model, skeleton, base, dtype, device, held, None, quantized, requantized, engine)
         return merge.run(out, max_shard_size, None)
@@ -204,21 +200,12 @@ def merge_live(
         plan = partial(plan_base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
         skeleton, weights = plan(loaded.folder, checkpoint)
         base = describe(skeleton)
-        files = _Files(loaded.folder, weights, None, _dropped_keys(config), plan)
-        held = _held_names(keys, base, config)
+        files = _Files(loaded.folder, weights, None, find_dropped_keys(config), plan)
+        held = find_held_names(keys, base, config)
         quantized = _find_quantized(skeleton, weights, quantization, base, {dtype: live.dtype})
         requantized = find_requantized(skeleton, requantize)
         merge = _Merge(model, skeleton, base, dtype, device, held, files, quantized, requantized, engine)
         return merge.run(out, max_shard_size, None)
-
-
-def find_dtype(folder: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> torch.dtype:
-    """Return the dtype that `from_pretrained` with dtype "auto" would give to a model."""
-    found = getattr(read_model_config(folder, trust_remote_code), "dtype", None)
-    if isinstance(found, str):
-        found = getattr(torch, found)
-    stored = (tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype.is_floating_point)
-    return found or next(stored, torch.get_default_dtype())
 
 
 @dataclass
@@ -452,60 +439,5 @@ def _find_quantized(
     return QuantizedBase(find_tied_quantizers(skeleton, settled, base.ties), dtypes)
 
 
-def plan_base(
-    folder: Path,
-    checkpoint: Checkpoint,
-    config: PeftConfig,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    num_labels: int | None = None,
-) -> tuple[PreTrainedModel, BaseWeights]:
-    task_type = TaskType(config.task_type) if config.task_type else None
-    skeleton = build_skeleton(str(folder), folder, task_type, dtype, trust_remote_code, None, num_labels)
-    weights = BaseWeights.plan(
-        skeleton,
-        checkpoint,
-        dtype,
-        allow_missing=NEW_HEADS.get(task_type, ()),
-        allow_unexpected=UNUSED_HEADS.get(task_type, ()),
-    )
-    return skeleton, weights
-
-
-def _dropped_keys(config: PeftConfig) -> Sequence[str]:
-    return UNUSED_HEADS.get(TaskType(config.task_type) if config.task_type else None, ())
-
-
-def _hold(skeleton: PreTrainedModel, base: BaseTensors, adapter: Path, config: PeftConfig) -> set[str]:
-    """Make real what the adapter's file will overwrite in the base itself: biases, a saved embedding."""
-    with safe_open(adapter / ADAPTER_NAME, framework="pt") as opened:
-        held = _held_names(opened.keys(), base, config)
-    made: dict[int, nn.Parameter] = {}
-    for path, module in skeleton.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if isinstance(parameter, Placeholder) and f"{path}.{attribute}" in held:
-                value = made.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), requires_grad=False))
-                module._parameters[attribute] = value
-    return held
-
-
-def _held_names(keys: Sequence[str], base: BaseTensors, config: PeftConfig) -> set[str]:
-    wrapped = tuple(f".{name}" for name in getattr(config, "modules_to_save", None) or ())
-    names = {to_base_name(key) for key in keys} & base.tensors.keys()
-    held = {name for name in names if not f".{name.rpartition('.')[0]}".endswith(wrapped)}
-    return held.union(*(tied for tied in base.ties if held.intersection(tied)))
-
-
 def _deal(keys: Sequence[str]) -> list[list[str]]:
     return [list(keys[rank :: dist.get_world_size()]) for rank in range(dist.get_world_size())]
-
-
-def copy_stored(weights: BaseWeights, stored: StoredTensor, writer: TensorWriter) -> None:
-    step = max(1, PIECE_BYTES // stored.dtype.itemsize)
-    numel = math.prod(stored.shape)
-    for begin in range(0, numel, step):
-        writer.write(stored.key, begin, weights.read_elements(stored, begin, min(begin + step, numel)))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..weights.conversion import Group, Skeleton, is_converted, revert
-from ..weights.safetensors_files import shorten
+from ..weights.model_folder import shorten
 from ..weights.weights import BaseWeights
 
 # A stored tensor's key, the first element, and the elements from there on.

@@ -13,7 +13,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ..errors import ConfigError
-from ..weights.safetensors_files import DTYPES, INDEX_NAME, MAX_OPEN_FILES
+from ..weights.model_folder import INDEX_NAME
+from ..weights.safetensors_files import DTYPES, MAX_OPEN_FILES
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FILENAME_PATTERN = "model{suffix}.safetensors"

@@ -313,7 +313,8 @@ def _check_model(config: RunConfig, status: Status) -> None:
         CheckpointError: It is not there, or damaged.
     """
     with quick_imports():
-        from ..weights.safetensors_files import Checkpoint, resolve_folder
+        from ..weights.hub import resolve_folder
+        from ..weights.safetensors_files import Checkpoint
 
     is_over = threading.Event()
 

@@ -34,8 +34,10 @@ from ..runtime.dist import ShardGroup
 from ..runtime.progress import Progress, told_progress
 from ..weights.derived_from import read_origin
 from ..weights.fingerprint import BaseIdentity
+from ..weights.hub import resolve_folder
 from ..weights.model_config import describe_error, explain_code, read_generation_config, read_model_config
-from ..weights.safetensors_files import CONFIG_NAME, Checkpoint, read_config_json, resolve_folder
+from ..weights.model_folder import CONFIG_NAME, read_config_json
+from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import settle_quantization
 from ..weights.weights import BaseWeights
 from .adapters import base_test, check_coverage, inject

@@ -14,7 +14,7 @@ from ..quantization.format import Quantizer, make_quantizer
 from .units import LAYER, FoundWeight, Structure, find_structure
 
 # Numbers that are quantised at a time.
-_PIECE_NUMEL = 4 * 2**20
+PIECE_NUMEL = 4 * 2**20
 _SCALE_BYTES = 4  # float32
 # Where rows are shorter, their scales take what their numbers save; models clamp some such weights in place.
 _LEAST_ROW_NUMEL = 16
@@ -120,6 +120,7 @@ def quantize_parts(
     wanted: Wanted,
     read: Callable[[int, int, torch.Tensor], None],
     device: torch.device,
+    piece_numel: int = PIECE_NUMEL,
 ) -> None:
     """Quantise what a rank keeps of a weight, reading no more than the blocks that it needs for that.
 
@@ -131,8 +132,9 @@ def quantize_parts(
         wanted: what is kept of which part.
         read: reads bytes [begin, end) of the weight as it is before into a uint8 tensor on the host.
         device: where to compute.
+        piece_numel: how many numbers to read and quantise at a time.
 
-    Memory: 4 Mi numbers at a time or one block if that is larger, and the scales of the weight.
+    Memory: `piece_numel` numbers at a time or one block if that is larger, and the scales of the weight.
     """
     block = quantizer.block_numel(shape)
     numel = math.prod(shape)
@@ -143,7 +145,7 @@ def quantize_parts(
     own = range(kept_begin * per_byte // block, math.ceil(min(numel, kept_end * per_byte) / block))
     scaled = _find_scaled(quantizer, wanted, math.ceil(numel / block))
     scales = torch.zeros(math.ceil(numel / block), dtype=torch.float32, device=device) if scaled else None
-    for first, last in _cut([span for span in (own, scaled) if span], max(1, _PIECE_NUMEL // block)):
+    for first, last in _cut([span for span in (own, scaled) if span], max(1, piece_numel // block)):
         begin, end = first * block, min(last * block, numel)
         raw = torch.empty((end - begin) * dtype.itemsize, dtype=torch.uint8)
         read(begin * dtype.itemsize, end * dtype.itemsize, raw)

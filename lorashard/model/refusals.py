@@ -15,7 +15,7 @@ from ..config.initialization import explain_rewriting
 from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, Weight
 from ..errors import ConfigError, ShardError
-from ..weights.safetensors_files import shorten
+from ..weights.model_folder import shorten
 from .releasing import on_release
 
 _KINDS = {

@@ -16,8 +16,9 @@ from ..runs.checkpoints import find_newest, list_checkpoints
 from ..runtime import dist
 from ..weights.derived_from import find_derived_dir
 from ..weights.fingerprint import ADAPTER_NAME, open_adapter, read_quantization_of
+from ..weights.hub import explain_hub_errors
 from ..weights.model_config import describe_error
-from ..weights.safetensors_files import check_links, explain_hub_errors, read_json_object, shorten
+from ..weights.model_folder import check_links, read_json_object, shorten
 from .adapter_files import find_not_finite
 
 CONFIG_NAME = "adapter_config.json"

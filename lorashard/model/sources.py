@@ -10,7 +10,7 @@ import torch
 
 from ..engine import Layout, Placeholder, plan_layout
 from ..weights.weights import BaseWeights
-from .quantizing import quantize_parts
+from .quantizing import PIECE_NUMEL, quantize_parts
 from .units import LAYER, FoundUnit, FoundWeight
 
 
@@ -84,6 +84,7 @@ def fill_shard(
     source: Source,
     rank: int,
     device: torch.device | None = None,
+    piece_numel: int = PIECE_NUMEL,
 ) -> None:
     """Fill the shard of `rank`, reading nothing but what its bytes are made of.
 
@@ -94,6 +95,7 @@ def fill_shard(
 
     Args:
         device: where weights are quantised; the default is where the shard is.
+        piece_numel: how many numbers are quantised at a time.
 
     Memory: on CUDA one weight's part on the host at a time; of a weight that is quantised while it is read, see
         `quantize_parts`.
@@ -117,7 +119,8 @@ def fill_shard(
             elif parts:
                 like = weight.parameter
                 read = partial(source.fill, weight)
-                quantize_parts(weight.quantizer, like.shape, like.dtype, parts, read, device or shard.device)
+                place = device or shard.device
+                quantize_parts(weight.quantizer, like.shape, like.dtype, parts, read, place, piece_numel)
 
 
 def read_weight(weight: FoundWeight, source: Source, device: torch.device) -> torch.Tensor:

@@ -26,8 +26,6 @@ from .probe import measure_free_bytes, probe, recall_hardware
 from .size import ModelSize, build_meta_model, compare_with_headers, find_stored, measure_model
 from .trace import Microbatch, trace
 
-_LONGEST_S = 60.0
-
 
 @dataclass(frozen=True)
 class BaseModel:
@@ -165,14 +163,15 @@ def plan_given(
     options: PlacementOptions,
     world_size: int,
     node_size: int | None,
+    longest_s: float = 60.0,
 ) -> Plan:
     """Return what the placement costs that `options` say, beside the others, as far as this rank can tell by itself.
 
-    Measures nothing: the speeds are those that were measured here before, or else those of such a device. It gives up
-    after a minute, for the other ranks wait.
+    Measures nothing: the speeds are those that were measured here before, or else those of such a device.
 
     Args:
         node_size: ranks on this node, where that is known.
+        longest_s: after which it gives up, for the other ranks wait.
 
     Raises:
         Exception: the model cannot be planned, or the placement cannot be: see `explained_planning`.
@@ -185,7 +184,7 @@ def plan_given(
     free_bytes = measure_free_bytes(device, ranks_per_node)
     host_bytes = psutil.virtual_memory().available
     cluster = Cluster(hardware, ranks_per_node, max(1, world_size // ranks_per_node), free_bytes, host_bytes)
-    with _Deadline(_LONGEST_S):
+    with _Deadline(longest_s):
         return plan_training(base, training, cluster, options, [note] if note else (), placement)
 
 

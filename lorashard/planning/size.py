@@ -21,7 +21,8 @@ from ..model.loading import build_skeleton
 from ..model.quantizing import quantize_structure
 from ..model.sources import plan_unit
 from ..model.units import EMBEDDING, HEAD, LAYER, FoundUnit, find_structure
-from ..weights.safetensors_files import Checkpoint, read_config_json
+from ..weights.model_folder import read_config_json
+from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import StoredFormat, find_stored_format
 
 

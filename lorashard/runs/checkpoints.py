@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..runtime.disk import sync
 from ..errors import CheckpointError
+from ..runtime.disk import sync
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1

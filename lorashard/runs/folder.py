@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..runtime.disk import PatientFiles, cut_lines
 from ..errors import ConfigError
+from ..runtime.disk import PatientFiles, cut_lines
 from ..runtime.output import warn
 from .status import Status
 

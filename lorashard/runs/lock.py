@@ -21,8 +21,8 @@ from typing import Any, Literal
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from ..runtime.disk import replace_text
 from ..errors import ConfigError
+from ..runtime.disk import replace_text
 from ..runtime.output import warn
 
 _LOCK_NAME = ".lock"

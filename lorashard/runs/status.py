@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from ..runtime.disk import PatientFiles, describe_fault, replace_text
 from ..errors import RunStopped, UserError
+from ..runtime.disk import PatientFiles, describe_fault, replace_text
 from ..runtime.output import warn
 from ..runtime.progress import Teller, show_amount
 

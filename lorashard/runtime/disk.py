@@ -17,7 +17,6 @@ from pathlib import Path
 FAULTS = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV)
 )
-_MOST_LINES = 20_000  # of a file that wait; a line is some hundred bytes
 _CHUNK_BYTES = 65536
 
 
@@ -29,10 +28,12 @@ class PatientFiles:
 
     Args:
         tell: Shows a line to the person.
+        most_lines: How many of a file wait; the oldest are lost first. A line is some hundred bytes.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None], most_lines: int = 20_000) -> None:
         self._tell = tell
+        self._most_lines = most_lines
         self._texts: dict[Path, str] = {}
         self._lines: dict[Path, deque[str]] = {}
         self._num_waiting = 0  # lines that an outage has kept back so far
@@ -48,7 +49,7 @@ class PatientFiles:
         """Add a line to a file."""
         lines = self._lines.setdefault(path, deque())
         lines.append(line)
-        if len(lines) > _MOST_LINES:
+        if len(lines) > self._most_lines:
             lines.popleft()
             self._num_lost += 1
         self.flush()

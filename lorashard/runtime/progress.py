@@ -184,13 +184,14 @@ def told_progress(
 
 
 @contextmanager
-def told_work(what: str, is_shown: bool = True) -> Iterator[None]:
-    """Say on stderr what is being done, once it has taken two seconds: of work that does not tell how far it is.
+def told_work(what: str, is_shown: bool = True, silent_s: float = _SILENT_S) -> Iterator[None]:
+    """Say on stderr what is being done, once it has taken a while: of work that does not tell how far it is.
 
     Args:
         is_shown: as for `told_progress`.
+        silent_s: how long work takes that is not told of.
     """
-    timer = threading.Timer(_SILENT_S, _tell, [f"{what} ...", sys.stderr])
+    timer = threading.Timer(silent_s, _tell, [f"{what} ...", sys.stderr])
     timer.daemon = True
     if is_shown:
         timer.start()

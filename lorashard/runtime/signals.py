@@ -60,7 +60,7 @@ class StopRequest:
         requests = (STOP_SIGNAL, SAVE_SIGNAL, signal.SIGTERM)
         for number in requests if is_lorashard else (*requests, signal.SIGINT):
             signal.signal(number, self._note)
-        # `rank.py` blocks them: one that came earlier arrives here.
+        # `worker.py` blocks them: one that came earlier arrives here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL, SAVE_SIGNAL])
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
+from ..weights.hub import resolve_folder
 from ..weights.model_config import read_model_config
-from ..weights.safetensors_files import Checkpoint, resolve_folder
+from ..weights.safetensors_files import Checkpoint
 
 # What `trl grpo` takes by name; the rest are import paths.
 _NAMED = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")

@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from ..errors import CheckpointError
 from ..model.saved import check_adapter_files, read_config
-from ..weights.safetensors_files import INDEX_NAME, WEIGHTS_NAME, read_json_object
+from ..weights.model_folder import INDEX_NAME, WEIGHTS_NAME, read_json_object
 
 _STATE_NAME = "trainer_state.json"
 # The trainer would load these in place of the adapter.

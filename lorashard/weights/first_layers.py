@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError
 from .model_config import read_model_config
-from .safetensors_files import CONFIG_NAME, read_config_json
+from .model_folder import CONFIG_NAME, read_config_json
 
 # Lists that may have as many items as there are layers, and have nothing to do with them.
 _OTHER_LISTS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from ..errors import CheckpointError
-from .safetensors_files import CONFIG_NAME, read_config_json
+from .model_folder import CONFIG_NAME, read_config_json
 from .stored_formats import forget_stored_format
 
 _GENERATION_NAME = "generation_config.json"

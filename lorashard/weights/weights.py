@@ -16,7 +16,8 @@ from ..errors import CheckpointError
 from ..quantization.format import Quantizer
 from ..runtime.dtypes import name_of
 from .conversion import Group, Skeleton, drop_ignored, map_keys
-from .safetensors_files import Checkpoint, StoredTensor, read_config_json, shorten
+from .model_folder import read_config_json, shorten
+from .safetensors_files import Checkpoint, StoredTensor
 from .segments import Run, Runs
 from .stored_finding import find_weights
 from .stored_formats import StoredFormat, find_stored_format

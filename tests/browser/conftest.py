@@ -6,14 +6,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from filelock import FileLock
+from helpers import warm
 from helpers.browser import REPOSITORY, WAIT_MS, UiServer, find_chromium, makes_pictures
 from playwright.sync_api import Browser, ConsoleMessage, Error, Frame, Page, Request, expect, sync_playwright
 
@@ -28,56 +29,76 @@ _CHROMIUM_WORDS = ("--no-sandbox", "--disable-dev-shm-usage", "--process-per-sit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder."""
+    """Mark what needs Chromium; the rest asks the server over its connections alone."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and _needs_chromium(item):
             item.add_marker(pytest.mark.browser)
+
+
+def _needs_chromium(item: pytest.Item) -> bool:
+    return "browser" in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Look for Chromium before anything is made for a test that needs it: runs and servers take their time."""
-    if "browser" in item.fixturenames and find_chromium() is None:
+    if _needs_chromium(item) and find_chromium() is None:
         reason = "no Chromium here: apt-get install chromium"
         if os.environ.get("CI"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
 
 
-def _find_shared_folder(tmp_path_factory) -> Path:
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder that all workers share."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory) -> Path:
-    """A folder with `examples/demo`, whose base is small where no pictures are made, and a finished run of it, `run`:
-
-    two CPU ranks, 12 steps, two evaluations with samples, two checkpoints. All workers share it.
-    """
-    folder = _find_shared_folder(tmp_path_factory) / "demo"
+@contextmanager
+def _made_once(folder: Path) -> Iterator[bool]:
+    """Say whether a folder is still to be made, which the body then does; other workers wait."""
     with FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            _make_demo(folder)
-            (folder / "done").touch()
+        done = Path(f"{folder}.done")
+        yield not done.exists()
+        done.touch()
+
+
+@pytest.fixture(scope="session")
+def demo(shared_folder) -> Path:
+    """A folder with `examples/demo`, whose base is small where no pictures are made."""
+    folder = shared_folder / "demo"
+    with _made_once(folder) as is_wanted:
+        if is_wanted and makes_pictures():
+            shutil.copytree(
+                REPOSITORY / "examples/demo", folder / "examples/demo", ignore=shutil.ignore_patterns("*.py")
+            )
+        elif is_wanted:
+            from helpers.small_demo import copy_small_demo  # torch, which most of these tests do without
+
+            copy_small_demo(folder / "examples/demo")
     return folder
 
 
-def _make_demo(folder: Path) -> None:
-    steps, half, rows = "12", "6", "4"
-    if makes_pictures():
-        steps, half, rows = "120", "20", "64"
-        shutil.copytree(REPOSITORY / "examples/demo", folder / "examples/demo", ignore=shutil.ignore_patterns("*.py"))
-    else:
-        from helpers.small_demo import copy_small_demo  # torch, which most of these tests do without
+@pytest.fixture(scope="session")
+def demo_run(demo) -> Path:
+    """A finished run of the demo: two CPU ranks, 12 steps, two evaluations with samples, two checkpoints."""
+    run = demo / "run"
+    with _made_once(run) as is_wanted:
+        if is_wanted:
+            _train_demo(demo)
+    return run
 
-        copy_small_demo(folder / "examples/demo")
+
+def _train_demo(folder: Path) -> None:
+    steps, half, rows = ("120", "20", "64") if makes_pictures() else ("12", "6", "4")
     prompt = json.loads((folder / "examples/demo/test.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
     words = "--config examples/demo/demo.yaml --cpu 2 --dtype float32 --output_dir run --eval_dataset"
     words += f" examples/demo/test.jsonl --max_eval_samples {rows} --max_steps {steps} --logging_steps 1"
     words += f" --warmup_steps 2 --save_strategy steps --save_steps {half} --eval_strategy steps --eval_steps {half}"
     command = [sys.executable, "-m", "lorashard", "finetune", *words.split(), "--sample_prompts", json.dumps([prompt])]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    result = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -94,12 +115,12 @@ def make_place(demo, tmp_path_factory) -> Callable[[], Path]:
 
 
 @pytest.fixture(scope="session")
-def add_demo_run(demo) -> Callable[[Path, str], Path]:
+def add_demo_run(demo_run) -> Callable[[Path, str], Path]:
     """Copy the finished run of the demo into a folder of runs, once: `add_demo_run(server.root, "first")`."""
 
     def add(root: Path, name: str) -> Path:
         if not (root / name).exists():
-            shutil.copytree(demo / "run", root / name)
+            shutil.copytree(demo_run, root / name)
         return root / name
 
     return add

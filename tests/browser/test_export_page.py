@@ -7,7 +7,8 @@ import sys
 import zipfile
 
 import pytest
-from helpers.browser import UiServer, check_no_overflow, open_page, wait_until
+from helpers.browser import UiServer, check_no_overflow, open_page
+from helpers.waiting import wait_until
 from playwright.sync_api import Locator, Page, expect
 
 from lorashard_ui.running.jobs import Jobs
@@ -100,36 +101,20 @@ def test_jobs_are_followed_and_cancelled(server, page):
     check_no_overflow(page)
 
 
-@pytest.mark.slow  # what is asked of a job is checked without a browser too
-def test_wrong_input_is_answered_before_a_job_starts(server, page):
-    """Catches a job that starts to fail, a path that leads out of the folder of runs, an answer that is a traceback or
-    repeats a password, and a browser that is asked for a token."""
-    (server.root / "full").mkdir()
-    (server.root / "full" / "notes.txt").write_text("mine")
+def test_a_mistake_is_answered_and_no_token_asked_for(server, page):
+    """Catches an answer that is a traceback or repeats a password, a job that starts to fail, and a page that wants a
+    token."""
     before = len(Jobs(server.root).list())
     open_page(page, "export?run=demo")
     expect(page.get_by_role("button", name="Download the adapter (")).to_be_enabled()
-    choose(page, "Merge")
-    start = page.get_by_role("button", name="Merge", exact=True)
     alert = page.get_by_role("alert").filter(visible=True)
-    fields = {"Name of the new folder": "merged", "Upload to (optional)": "", "CPU ranks": "1"}
-    for label, wrong, said in (
-        ("Name of the new folder", "../outside", "out: expected the name"),
-        ("Name of the new folder", "", "out: expected the name"),
-        ("Name of the new folder", "full", "is not an empty folder"),
-        ("Upload to (optional)", "https://me:password@other.example/x", "an address with '://'"),
-        ("Upload to (optional)", "no name", "repo: expected an id of yours"),
-        ("Upload to (optional)", "me/model", "hf auth login"),
-        ("CPU ranks", "0", "cpu: "),
-    ):
-        page.get_by_label(label).fill(wrong)
-        page.get_by_label(label).press("Tab")
-        press_until_said(start, alert, said)
-        assert "password" not in alert.inner_text() and "Traceback" not in alert.inner_text()
-        page.get_by_label(label).fill(fields[label])
-        page.get_by_label(label).press("Tab")
+    choose(page, "Merge")
+    page.get_by_label("Upload to").fill("https://me:password@other.example/x")
+    page.get_by_label("Upload to").press("Tab")
+    press_until_said(page.get_by_role("button", name="Merge", exact=True), alert, "://")
+    assert "password" not in alert.inner_text() and "Traceback" not in alert.inner_text()
     choose(page, "Push")
-    expect(page.get_by_text("Tokens are not taken in the browser").filter(visible=True)).to_be_visible()
+    expect(page.get_by_text("Tokens are not").filter(visible=True)).to_be_visible()
     page.get_by_label("Repo", exact=True).fill("me/model")
     press_until_said(page.get_by_role("button", name="Upload the adapter"), alert, "hf auth login")
-    assert len(Jobs(server.root).list()) == before and not (server.root.parent / "outside").exists()
+    assert len(Jobs(server.root).list()) == before

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from helpers import stand_in_run
-from helpers.browser import check_no_overflow, open_page, shoot, wait_until
+from helpers.browser import check_no_overflow, open_page, shoot
+from helpers.waiting import wait_until
 from playwright.sync_api import Page, expect
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"> ${1+1} {{value}}"
@@ -47,7 +48,7 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
     last_step = json.loads((folder / "status.json").read_text())["max_steps"]
     with (folder / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"step": last_step, "prompt": EVIL, "completion": EVIL}) + "\n")
-    (folder / "logs/launcher.log").write_text("all of the run's own words\n")
+    (folder / "logs/launcher.log").write_text("the launcher's words\n")
     (folder / "logs/rank_1.log").write_text(f"one\ntwo needle\n{EVIL}\n")
     config = (folder / "config.yaml").read_text()
     place = f"{ui_server.root.parent}/examples/demo/base"
@@ -70,7 +71,7 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
 
     page.get_by_role("tab", name="Logs").click()
     log = page.get_by_role("log")
-    expect(log).to_contain_text("all of the run's own words")
+    expect(log).to_contain_text("the launcher's words")
     page.get_by_label("Log of").click()
     page.get_by_role("option", name="rank 1").click()
     expect(log).to_have_text(re.compile(r"two needle\s+<img src=x"))
@@ -119,16 +120,16 @@ def test_run_is_watched_saved_stopped_and_deleted(page, ui_server, run_stand_in)
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 150, steps=8)
     page.mouse.up()
     zoomed, num_points = page.evaluate(_RANGE), page.evaluate(_NUM_POINTS)
-    page.get_by_label("range slider for Smoothing").press("ArrowRight")
+    smoothing = page.get_by_role("slider", name="Smoothing")
+    smoothing.press("ArrowRight")
     page.wait_for_function(f"() => ({_NUM_POINTS})() > {num_points + 2}")
     assert page.evaluate(_RANGE) == zoomed
-    assert page.get_by_label("range slider for Smoothing").input_value() == "0.61"
+    assert smoothing.input_value() == "0.61"
 
     page.get_by_role("button", name="Save now").click()
-    expect(page.locator(".note")).to_contain_text(re.compile(r"Saving at the end of this step|Saved: checkpoint-\d+"))
     expect(page.locator(".note")).to_contain_text("Saved: checkpoint-")
     page.get_by_role("button", name="Stop now", exact=True).click()
-    page.get_by_role("button", name="Let it go on").click()
+    page.get_by_role("button", name="Let it go").click()
     expect(page.get_by_role("button", name="Stop now, do not save")).not_to_be_visible()
     assert process.poll() is None
     page.get_by_role("button", name="Stop and save").click()
@@ -148,9 +149,9 @@ def test_run_is_watched_saved_stopped_and_deleted(page, ui_server, run_stand_in)
     page.get_by_role("button", name="Delete", exact=True).click()
     page.get_by_label("type its name").fill("another")
     page.get_by_role("button", name="Delete for good").click()
-    expect(page.get_by_text("To delete the run, type its name: mine")).to_be_visible()
+    expect(page.get_by_text("type its name: mine")).to_be_visible()
     assert (ui_server.root / "mine").exists()
     page.get_by_label("type its name").fill("mine")
     page.get_by_role("button", name="Delete for good").click()
-    expect(page.get_by_text("There is no run “mine”")).to_be_visible()
+    expect(page.get_by_text("“mine”")).to_be_visible()
     assert not (ui_server.root / "mine").exists()

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from filelock import FileLock
 from gradio_client import Client
 from gradio_client.exceptions import AuthenticationError
-from helpers.browser import REPOSITORY, UiServer, check_no_overflow, open_page, wait_until
+from helpers.browser import REPOSITORY, UiServer, check_no_overflow, open_page
+from helpers.waiting import wait_until
 from playwright.sync_api import Request
 
 from lorashard.cli import main
 
 PAGES = ["", "new", "run", "compare", "chat", "export"]
-SECRET = "hf_" + "Secret" * 6
+HUB_TOKEN = "hf_" + "Secret" * 6
 PASSWORD = "correct horse"
 
 
 @pytest.fixture(scope="module")
-def guarded_ui(start_ui, tmp_path_factory):
-    """A server that asks for a password."""
+def guarded_ui(start_ui, make_place, tmp_path_factory):
+    """A server that asks for a password, in a folder of runs where others were killed, and one lives; the file's last
+    test ends it."""
     accounts = tmp_path_factory.mktemp("auth") / "users"
     accounts.write_text(f"# who may come in\nada:{PASSWORD}\nbo:other:with colon\n")
     accounts.chmod(0o600)
-    return start_ui("--auth", str(accounts), "--max_upload_size", "1MB")
+    place = make_place()
+    (place / "runs/.serving-killed/uploads").mkdir(parents=True)
+    (place / "runs/.serving-alive/uploads").mkdir(parents=True)
+    with FileLock(place / "runs/.serving-alive/.lock"):
+        return start_ui("--auth", str(accounts), "--max_upload_size", "1MB", place=place, HF_TOKEN=HUB_TOKEN)
 
 
 @pytest.fixture
@@ -44,13 +52,8 @@ def find_serving(root: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow  # each of the other tests sees that the page it looks at asks no other host
-def test_no_page_asks_another_host(page):
-    """A font or script of another host tells it who trains when, and is missing where there is no network."""
-    for path in PAGES:
-        open_page(page, path)
-        page.wait_for_timeout(500)
-        check_no_overflow(page)
+def log_in(client: httpx.Client, **asked: Any) -> httpx.Response:
+    return client.post("/login", data={"username": "ada", "password": PASSWORD}, **asked)
 
 
 def test_a_tab_holds_no_connection(page, ui_server):
@@ -225,12 +228,9 @@ def test_a_password_opens_a_session_and_a_wrong_one_takes_its_time(guarded_ui):
             answer = client.post("/login", data={"username": user, "password": password})
             assert answer.status_code == 401 and time.monotonic() - begin >= 1
         assert client.get("/config").status_code == 401
-        answer = client.post("/login", data={"username": "ada", "password": PASSWORD})
-        assert answer.status_code == 200
-        assert (
-            "httponly" in answer.headers["set-cookie"].lower()
-            and "samesite=lax" in answer.headers["set-cookie"].lower()
-        )
+        answer = log_in(client)
+        cookie = answer.headers["set-cookie"].lower()
+        assert answer.status_code == 200 and "httponly" in cookie and "samesite=lax" in cookie
         assert client.get("/config").status_code == 200
         copied = dict(client.cookies)
         assert client.get("/logout").status_code == 303
@@ -240,12 +240,100 @@ def test_a_password_opens_a_session_and_a_wrong_one_takes_its_time(guarded_ui):
 def test_another_sites_page_logs_nobody_in(guarded_ui):
     """A page that logs the person in as somebody else sees what they then type."""
     with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
-        form = {"username": "ada", "password": PASSWORD}
-        assert client.post("/login", data=form, headers={"Origin": "https://evil.example"}).status_code == 403
+        assert log_in(client, headers={"Origin": "https://evil.example"}).status_code == 403
 
 
-def test_a_person_logs_in(open_tab, guarded_ui, page_errors):
-    """Whoever follows a link to a run must come out at that run."""
+@pytest.mark.parametrize("target", ["//evil.example", "https://evil.example", "javascript:alert(1)", '"><script>'])
+def test_the_login_leads_to_no_other_site(guarded_ui, target):
+    """A link to this server's login that ends at a copy of it elsewhere steals the password."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
+        answer = client.get("/login", params={"next": target})
+        assert "evil" not in answer.text and "<script>" not in answer.text and "javascript" not in answer.text
+        answer = log_in(client, params={"next": target}, headers={"Accept": "text/html"})
+        assert answer.status_code == 303 and answer.headers["location"] == "./"
+
+
+def test_a_file_that_is_too_large_is_refused(guarded_ui):
+    """Whoever may upload could fill the disk at once."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=30) as client:
+        log_in(client)
+        answer = client.post("/gradio_api/upload", files={"files": ("a.jsonl", b"x" * 2_000_000)})
+        assert answer.status_code == 413
+        body = b'{"data": ["' + b"x" * 20_000_000 + b'"]}'
+        assert client.post("/gradio_api/queue/join", content=body).status_code == 413
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.4", "gpu-box", "localhost.evil.example", "127.1.evil"])
+def test_another_address_needs_a_password(tmp_path, capsys, host):
+    """Whoever reaches the server starts programs as the person who started it; and a name that only begins like this
+    machine's is another's."""
+    assert main(["ui", "--root", str(tmp_path / "runs"), f"--host={host}", "--port", "0"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "--auth FILE" in said.err and "ssh -L" in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mistakes_are_answered_in_one_line(tmp_path, ui_server, capsys):
+    """A traceback tells nobody that the port is taken."""
+    port = ui_server.url.rsplit(":", 1)[1].strip("/")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "users").write_text("ada:secret\n")
+    (tmp_path / "users").chmod(0o644)
+    cases = [
+        (["--port", port], f"127.0.0.1:{port} "),
+        (["--root", str(tmp_path / "file")], "cannot be written"),
+        (["--root", "/proc/runs"], "cannot be written"),
+        (["--auth", str(tmp_path / "users")], "chmod 600"),
+        (["--auth", str(tmp_path / "none")], "cannot be read"),
+        (["--auth", ":secret"], "expected user:password"),
+        (["--allow", str(tmp_path / "none")], "expected a folder"),
+        (["--max_upload_size", "much"], "max_upload_size"),
+        (["--port", "70000"], "port"),
+        (["--host", "gpu-box.invalid", "--auth", "ada:secret"], "gpu-box.invalid"),
+        (["--host", "192.0.2.1", "--auth", "ada:secret"], "192.0.2.1:"),
+    ]
+    for words, expected in cases:
+        root = [] if "--root" in words else ["--root", str(tmp_path / "runs")]
+        assert main(["ui", *words, *root]) == 2
+        said = capsys.readouterr().err
+        assert expected in said and said.count("\n") == 1 and "secret" not in said
+
+
+def test_no_token_is_shown(guarded_ui):
+    """The token of the hub is in the server's environment, and in none of its answers."""
+    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
+        log_in(client)
+        for path in [f"/{page}" for page in PAGES] + ["/config", "/gradio_api/info", "/gradio_api/openapi.json"]:
+            answer = client.get(path)
+            assert answer.status_code == 200 and HUB_TOKEN not in answer.text, path
+    assert HUB_TOKEN not in guarded_ui.log_path.read_text()
+
+
+def test_what_a_killed_server_has_left_goes(guarded_ui):
+    """Uploads and packed adapters of gigabytes pile up; or those of another server that lives are removed."""
+    left = sorted(path.name for path in guarded_ui.root.glob(".serving-*"))
+    assert len(left) == 2 and ".serving-alive" in left and ".serving-killed" not in left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_at_once(start_ui, number):
+    """A service manager, or a terminal that is closed, would leave a server or its folder."""
+    check_end(start_ui(), number)
+
+
+def check_end(server: UiServer, number: int) -> None:
+    """Send a server a signal, and see it end with all that is its own."""
+    assert server.stop(number) == 0
+    assert "Traceback" not in server.log_path.read_text()
+    assert server.list_processes() == [] and list(server.root.glob(".serving-*")) == []
+    wait_until(lambda: not os.path.exists(f"/proc/{server.process.pid}"))
+
+
+def test_a_person_logs_in_and_ctrl_c_ends_the_server_at_once(open_tab, guarded_ui, page_errors):
+    """Whoever follows a link to a run must come out at that run; and open pages hold connections, which a server that
+    waits for them never ends."""
+    shutil.rmtree(guarded_ui.root / ".serving-alive")
     page = open_tab(guarded_ui, viewport={"width": 390, "height": 844})
     page.goto("compare?runs=a,b")
     assert page.evaluate("document.activeElement.name") == "username"
@@ -260,98 +348,6 @@ def test_a_person_logs_in(open_tab, guarded_ui, page_errors):
     page.wait_for_url("**/compare?runs=a,b")
     page.wait_for_selector(".gradio-container nav")
     page.wait_for_timeout(500)
-
-
-@pytest.mark.parametrize("target", ["//evil.example", "https://evil.example", "javascript:alert(1)", '"><script>'])
-def test_the_login_leads_to_no_other_site(guarded_ui, target):
-    """A link to this server's login that ends at a copy of it elsewhere steals the password."""
-    with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
-        answer = client.get("/login", params={"next": target})
-        assert "evil" not in answer.text and "<script>" not in answer.text and "javascript" not in answer.text
-        form = {"username": "ada", "password": PASSWORD}
-        headers = {"Accept": "text/html"}
-        answer = client.post("/login", params={"next": target}, data=form, headers=headers)
-        assert answer.status_code == 303 and answer.headers["location"] == "./"
-
-
-def test_a_file_that_is_too_large_is_refused(guarded_ui):
-    """Whoever may upload could fill the disk at once."""
-    with httpx.Client(base_url=guarded_ui.url, timeout=30) as client:
-        client.post("/login", data={"username": "ada", "password": PASSWORD})
-        answer = client.post("/gradio_api/upload", files={"files": ("a.jsonl", b"x" * 2_000_000)})
-        assert answer.status_code == 413
-        body = b'{"data": ["' + b"x" * 20_000_000 + b'"]}'
-        assert client.post("/gradio_api/queue/join", content=body).status_code == 413
-
-
-def test_another_address_needs_a_password(tmp_path, capsys):
-    """Whoever reaches the server starts programs as the person who started it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for host in ("0.0.0.0", "::", "192.168.1.7", "example.com"):
-        assert main(["ui", "--root", str(tmp_path / "runs"), "--host", host, "--port", str(port)]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("\n") == 1
-        assert "--auth FILE" in said.err and "ssh -L" in said.err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_mistakes_are_answered_in_one_line(tmp_path, ui_server, capsys):
-    """A traceback tells nobody that the port is taken."""
-    port = ui_server.url.rsplit(":", 1)[1].strip("/")
-    (tmp_path / "file").write_text("")
-    (tmp_path / "users").write_text("ada:secret\n")
-    (tmp_path / "users").chmod(0o644)
-    cases = [
-        (["--port", port], f"127.0.0.1:{port} cannot be listened on"),
-        (["--root", str(tmp_path / "file")], "cannot be written"),
-        (["--root", "/proc/runs"], "cannot be written"),
-        (["--auth", str(tmp_path / "users")], "chmod 600"),
-        (["--auth", str(tmp_path / "none")], "cannot be read"),
-        (["--auth", ":secret"], "expected user:password"),
-        (["--allow", str(tmp_path / "none")], "expected a folder"),
-        (["--max_upload_size", "much"], "max_upload_size"),
-        (["--port", "70000"], "port"),
-        (["--host", "gpu-box.invalid", "--auth", "ada:secret"], "no address of this machine"),
-        (["--host", "192.0.2.1", "--auth", "ada:secret"], "cannot be listened on"),
-    ]
-    for words, expected in cases:
-        root = [] if "--root" in words else ["--root", str(tmp_path / "runs")]
-        assert main(["ui", *words, *root]) == 2
-        said = capsys.readouterr().err
-        assert expected in said and said.count("\n") == 1 and "secret" not in said
-
-
-def test_no_token_is_shown_and_ctrl_c_ends_it_at_once(start_ui, open_tab, page_errors):
-    """The token of the hub is in the server's environment, and in none of its answers. Open pages hold connections,
-    which a server that waits for them never ends."""
-    server = start_ui(HF_TOKEN=SECRET)
-    with httpx.Client(base_url=server.url, timeout=20) as client:
-        paths = [f"/{page}" for page in PAGES] + ["/config", "/gradio_api/info", "/gradio_api/openapi.json"]
-        for path in paths:
-            answer = client.get(path)
-            assert answer.status_code == 200 and SECRET not in answer.text, path
-    page = open_tab(server)
-    open_page(page)
-    check_end(server, signal.SIGINT)
-    assert SECRET not in server.log_path.read_text()
+    check_end(guarded_ui, signal.SIGINT)
     page.close()
     page_errors.clear()  # it has lost its server
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_at_once(start_ui, number):
-    """A service manager, or a terminal that is closed, would leave a server or its folder."""
-    check_end(start_ui(), number)
-
-
-def check_end(server: UiServer, number: int) -> None:
-    """Send a server a signal, and see it end with all that is its own."""
-    begin = time.monotonic()
-    assert server.stop(number) == 0
-    assert time.monotonic() - begin < 8
-    assert "Traceback" not in server.log_path.read_text()
-    assert server.list_processes() == [] and list(server.root.glob(".serving-*")) == []
-    wait_until(lambda: not os.path.exists(f"/proc/{server.process.pid}"))

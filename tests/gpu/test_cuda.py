@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gpu import DEVICE, NEEDS_GPU
 from helpers.tiny import build_base, build_model, find_differences, make_batch, set_checkpointing, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
@@ -23,11 +25,7 @@ from lorashard.model.sources import MemorySource
 from lorashard.model.units import find_structure
 from lorashard.runtime.dist import ShardGroup, Work
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
-]
-DEVICE = torch.device("cuda", 0)
+pytestmark = NEEDS_GPU
 # Layers of 6 MB, an embedding of 25.
 SIZES = dict(hidden_size=512, intermediate_size=1536, vocab_size=24576)
 DELAY_CYCLES = 2_000_000
@@ -122,6 +120,17 @@ def one_step(model) -> dict[str, torch.Tensor]:
     return take_gradients(model)
 
 
+def time_forward(model) -> tuple[float, float]:
+    """Return after how many seconds the host has queued a forward, and after how many the device has done it."""
+    batch = {name: tensor.to(DEVICE) for name, tensor in make_batch().items()}
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    model(**batch)
+    host_s = time.perf_counter() - begin_s
+    torch.cuda.synchronize()
+    return host_s, time.perf_counter() - begin_s
+
+
 def prepare(model: PeftModel, checkpointing: str) -> PeftModel:
     """Give a model an adapter that depends on nothing but its shapes, and no zeros."""
     generator = torch.Generator().manual_seed(2)
@@ -162,6 +171,21 @@ def delay_computation(model: PeftModel, cycles: int) -> None:
     """Make the device reach the middle of each layer long after the host has queued what comes next."""
     for layer in model.get_base_model().model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: torch.cuda._sleep(cycles))
+
+
+class RefusingRuntime:
+    """CUDA's runtime, which pins nothing."""
+
+    def __init__(self, runtime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str):
+        return (lambda *_: 2) if name == "cudaHostRegister" else getattr(self._runtime, name)
+
+
+def find_copying_threads() -> set[threading.Thread]:
+    """Return the threads that fill rings of pinned buffers."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lorashard-copies")}
 
 
 def count_allocations() -> tuple[int, int]:
@@ -224,17 +248,12 @@ def test_a_gather_overlaps_the_computation():
     """With prefetch the host must not wait for a gather: it returns long before the device has done the delays."""
     model, engine = shard_on_one_gpu(lambda: build_model(dtype=torch.bfloat16), delay_cycles=20_000_000)
     one_step(model)
-    torch.cuda.synchronize()
-    batch = {name: tensor.to(DEVICE) for name, tensor in make_batch().items()}
-    before = engine.stats().num_gathers
-    begin_s = time.perf_counter()
-    model(**batch)
-    host_s = time.perf_counter() - begin_s
-    torch.cuda.synchronize()
-    device_s = time.perf_counter() - begin_s
-    assert engine.stats().num_gathers > before
+    before = engine.stats()
+    host_s, device_s = time_forward(model)
+    after = engine.stats()
+    assert after.num_gathers > before.num_gathers
     assert host_s < device_s / 2
-    assert engine.stats().wait_s > 0
+    assert after.wait_s > 0
 
 
 @pytest.mark.parametrize("delay_cycles", (0, DELAY_CYCLES))
@@ -272,29 +291,30 @@ def test_every_placement_gives_plain_pefts_gradients(folder, monkeypatch, option
 
 def test_shards_on_the_host_are_pinned(folder):
     """From pageable memory a copy is several times slower, and holds up the host: nothing else would tell."""
+    before = find_copying_threads()
     model = load(folder, placement="host")
-    engine = lorashard.api.engine_of(model)
-    assert all(unit.home.shard.is_pinned() for unit in engine.units)
+    assert all(unit.home.shard.is_pinned() for unit in lorashard.api.engine_of(model).units)
     one_step(model)
-    assert engine.units[0].home._copies._ring is None
+    assert find_copying_threads() - before == set()
 
 
 @pytest.mark.parametrize("late", ("nothing", "copies", "computation"))
 def test_where_pinning_is_refused_the_ring_copies(folder, monkeypatch, late):
     """The embedding is longer than the whole ring: a buffer that is filled again too early gives wrong weights."""
     expected = one_step(load_plain(folder))
-    monkeypatch.setattr("lorashard.engine.copies._pin", lambda *args: "pinning is refused")
+    refusing = RefusingRuntime(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    before = find_copying_threads()
     monkeypatch.setattr("lorashard.engine.copies.RING_BUFFER_BYTES", 2**21)
     if late == "copies":
         delay_copies(monkeypatch, DELAY_CYCLES)
     model = load(folder, placement="host")
     if late == "computation":
         delay_computation(model, DELAY_CYCLES)
-    engine = lorashard.api.engine_of(model)
-    assert not any(unit.home.shard.is_pinned() for unit in engine.units)
+    assert not any(unit.home.shard.is_pinned() for unit in lorashard.api.engine_of(model).units)
     for _ in range(3):
         assert find_differences(one_step(model), expected) == []
-    assert engine.units[0].home._copies._ring is not None
+    assert len(find_copying_threads() - before) == 1
 
 
 @pytest.mark.parametrize("options", PLACEMENTS, ids=lambda options: "-".join(map(str, options.values())))
@@ -317,14 +337,8 @@ def test_copies_overlap_the_computation(folder, monkeypatch):
     delay_copies(monkeypatch, 10 * DELAY_CYCLES)
     model = load(folder, placement="host")
     one_step(model)
-    torch.cuda.synchronize()
-    batch = {name: tensor.to(DEVICE) for name, tensor in make_batch().items()}
     before = lorashard.stats(model)
-    begin_s = time.perf_counter()
-    model(**batch)
-    host_s = time.perf_counter() - begin_s
-    torch.cuda.synchronize()
-    device_s = time.perf_counter() - begin_s
+    host_s, device_s = time_forward(model)
     after = lorashard.stats(model)
     assert after.num_copies > before.num_copies
     assert host_s < device_s / 2

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.tiny import build_model, find_differences, make_batch, take_gradients
-from peft import PeftModel
+from helpers.gpu import DEVICE, NEEDS_GPU, train
+from helpers.tiny import build_model, find_differences
 from transformers.integrations.liger import apply_liger_kernel
 
 import lorashard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
-]
-DEVICE = torch.device("cuda", 0)
+pytestmark = NEEDS_GPU
 CASES = (
     {"checkpointing": "non-reentrant"},
     {"checkpointing": "off", "family": "llama-tied"},
     {"checkpointing": "reentrant", "family": "qwen3", "dtype": torch.bfloat16},
 )
-
-
-def train(model: PeftModel) -> dict[str, torch.Tensor]:
-    found = {}
-    for seed in range(2):
-        batch = {name: value.to(DEVICE) for name, value in make_batch(seed).items()}
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        found |= {f"{seed} {name}": value for name, value in take_gradients(model).items()} | {f"loss {seed}": loss}
-    return {name: value.detach() for name, value in found.items()}
 
 
 @pytest.mark.parametrize("case", CASES)

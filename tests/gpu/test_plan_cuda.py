@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from helpers.gpu import NEEDS_GPU
 from helpers.planning import build_meta, build_trained
 from helpers.tiny import build_base, make_batch
 from trl.trainer.utils import add_fused_lm_head
@@ -17,12 +18,7 @@ from lorashard.planning.hardware import Cluster, find_gpu_type
 from lorashard.planning.size import measure_model
 from lorashard.planning.trace import Microbatch, trace
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no GPU: what CUDA's allocator counts is not verified here"
-    ),
-]
+pytestmark = NEEDS_GPU
 
 SIZES = {
     "hidden_size": 1024,

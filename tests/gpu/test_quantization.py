@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.tiny import build_model, find_differences, make_batch, take_gradients
-from peft import PeftModel
+from helpers.gpu import DEVICE, NEEDS_GPU, train
+from helpers.tiny import build_model, find_differences
 
 import lorashard
 from lorashard.quantization.format import Quantizer
@@ -18,11 +18,7 @@ from lorashard.quantization.nf4 import Nf4
 from lorashard.quantization.nf4_kernel import find_kernel
 from lorashard.quantization.nf4_tables import Tables
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
-]
-DEVICE = torch.device("cuda", 0)
+pytestmark = NEEDS_GPU
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((64, 64), (33, 65), (7, 9), (300, 1000), (3, 5, 64), (1024, 8256))
 FORMATS = {"nf4": Nf4(), "nf4 nested": Nf4(True), "nf4 of 4096": Nf4(True, 4096), "int8": Int8(), "fp8": Fp8()}
@@ -90,16 +86,6 @@ def test_unpacking_takes_a_bounded_piece(quantizer):
     before = torch.cuda.memory_allocated()
     quantizer.unpack(parts, values)
     assert torch.cuda.max_memory_allocated() - before <= 40 * 2**20
-
-
-def train(model: PeftModel) -> dict[str, torch.Tensor]:
-    found = {}
-    for seed in range(2):
-        batch = {name: value.to(DEVICE) for name, value in make_batch(seed).items()}
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        found |= {f"{seed} {name}": value for name, value in take_gradients(model).items()} | {f"loss {seed}": loss}
-    return {name: value.detach() for name, value in found.items()}
 
 
 @pytest.mark.parametrize("format_", ("nf4", "int8", "fp8"))

@@ -45,8 +45,12 @@ def save_base(folder: Path, family: str, **sizes: Any) -> str:
     return str(folder)
 
 
-def write_small_base(folder: Path) -> Path:
-    """Write a model of two layers in float32 with the tokenizer and the chat template of the demo, where it is not."""
+def write_small_base(folder: Path, ends_early: bool = True) -> Path:
+    """Write a model of two layers in float32 with the tokenizer and the chat template of the demo, where it is not.
+
+    Args:
+        ends_early: some of its answers are short, and some are empty.
+    """
     if folder.exists():
         return folder
     tokenizer = AutoTokenizer.from_pretrained(DEMO_BASE)
@@ -60,8 +64,8 @@ def write_small_base(folder: Path) -> Path:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with torch.no_grad():  # so that some answers end early
-        base.get_input_embeddings().weight[tokenizer.eos_token_id] *= 8
+    with torch.no_grad():
+        base.get_input_embeddings().weight[tokenizer.eos_token_id] *= 8 if ends_early else 1
     base.save_pretrained(folder)
     for path in DEMO_BASE.iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from playwright.sync_api import Page
+
+from helpers.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 WIDTHS = {"wide": 1400, "phone": 390}
@@ -94,14 +94,6 @@ class UiServer:
             except psutil.NoSuchProcess:
                 continue
         self.process.wait()
-
-
-def wait_until(is_true: Callable[[], object], explain: Callable[[], str] | None = None, deadline_s: float = 90) -> None:
-    """Wait for what happens in another process."""
-    deadline = time.monotonic() + deadline_s
-    while not is_true():
-        assert time.monotonic() < deadline, explain() if explain else "it did not happen in time"
-        time.sleep(0.1)
 
 
 def find_chromium() -> str | None:

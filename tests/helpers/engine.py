@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, State, Unit, Visit, Weight, plan_layout
+from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, Unit, Visit, Weight, plan_layout
 from lorashard.runtime.dist import ShardGroup
 
 CPU = torch.device("cpu")
@@ -18,10 +18,14 @@ GARBAGE_BYTE = 0xFF  # not a number, in every floating dtype
 
 
 class DelayedWork:
-    """A gather that spoils its buffer at once, and fills it no earlier than it is waited for."""
+    """A gather that spoils its buffer at once, and fills it no earlier than it is waited for.
+
+    It refers to its buffer for ever, as the threads of a backend may.
+    """
 
     def __init__(self, whole: torch.Tensor, source: torch.Tensor) -> None:
         self._whole, self._source = whole, source
+        self.address = whole.data_ptr()
         self.is_done = False
         whole.fill_(GARBAGE_BYTE)
 
@@ -34,13 +38,15 @@ class DelayedWork:
 class StandInGroup(ShardGroup):
     """Rank 0 of `size` ranks, whose shards it knows all.
 
-    `gathers` has an entry for every gather, in order: the address of the shard that was given, and the work.
+    `gathers` has an entry for every gather, in order: the address of the shard that was given, and the work. The one
+    with the number `broken` raises as it is started.
     """
 
     def __init__(self, size: int = 2) -> None:
         super().__init__(rank=0, size=size)
         self.gathers: list[tuple[int, DelayedWork]] = []
         self.compared: list[list[int]] = []
+        self.broken: int | None = None
         self._whole: dict[int, torch.Tensor] = {}
 
     def fill(self, home: DeviceHome, tensors: Sequence[torch.Tensor]) -> None:
@@ -50,6 +56,11 @@ class StandInGroup(ShardGroup):
         self._whole[home.shard.data_ptr()] = torch.cat(shards)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> DelayedWork:
+        if self.num_gathers == self.broken:
+            self.broken = None
+            raise KeyboardInterrupt
+        arriving = {work.address for _, work in self.gathers if not work.is_done}
+        assert whole.data_ptr() not in arriving, "an earlier gather would arrive in this buffer later"
         self.num_gathers += 1
         self.gathered_bytes += whole.numel()
         work = DelayedWork(whole, self._whole[shard.data_ptr()])
@@ -89,8 +100,8 @@ def build_unit(
     owners: dict[nn.Parameter, list[Owner]] = {}
     for module in modules:
         for part in module.modules():
-            for attribute, parameter in part._parameters.items():
-                if parameter is not None and not parameter.requires_grad:
+            for attribute, parameter in part.named_parameters(recurse=False):
+                if not parameter.requires_grad:
                     owners.setdefault(parameter, []).append(Owner(part, attribute))
     layout = plan_layout([(f"{name}.{i}", p.dtype, p.shape) for i, p in enumerate(owners)], group.size)
     home = DeviceHome(layout, group, CPU)
@@ -122,10 +133,12 @@ class Stack(nn.Module):
     output is not the next one's input; `is_checkpointed` recomputes each in backward.
     """
 
+    layer_class: type[Layer] = Layer
+
     def __init__(self, num_layers: int, width: int = 8, is_tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, width).requires_grad_(False)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.layers = nn.ModuleList(self.layer_class(width) for _ in range(num_layers))
         self.head = nn.Linear(width, 11, bias=False).requires_grad_(False)
         if is_tied:
             self.head.weight = self.embedding.weight
@@ -136,10 +149,12 @@ class Stack(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
         for i in self.order if self.order is not None else range(len(self.layers)):
-            layer = self.layers[i]
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
+            hidden = self.run(self.layers[i], hidden)
             hidden = hidden * 1.25 if self.is_apart else hidden
         return self.head(hidden)
+
+    def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
 
 
 @dataclass
@@ -152,17 +167,33 @@ class Rig:
     group: StandInGroup
 
     @property
-    def unit(self) -> dict[str, Unit]:
-        return {unit.name: unit for unit in self.engine.units}
-
-    @property
     def gathered(self) -> list[str]:
         """The units that were gathered, in order."""
-        names = {unit.home.shard.data_ptr(): unit.name for unit in self.engine.units}
-        return [names[address] for address, _ in self.group.gathers]
+        return [self._names[address] for address, _ in self.group.gathers]
 
-    def in_state(self, state: State) -> set[str]:
-        return {unit.name for unit in self.engine.units if unit.state is state}
+    @property
+    def arriving(self) -> list[str]:
+        """The units whose gathers were started, and not waited for."""
+        return [self._names[address] for address, work in self.group.gathers if not work.is_done]
+
+    @property
+    def whole(self) -> list[str]:
+        """The units whose weights the modules hold; all of its modules hold a unit's weights, or none of them does."""
+        found = []
+        for unit in self.engine.units:
+            places = [getattr(owner.module, owner.attribute) for weight in unit.weights for owner in weight.owners]
+            are_whole = {not isinstance(tensor, Placeholder) for tensor in places}
+            assert len(are_whole) == 1
+            found += [unit.name] if are_whole.pop() else []
+        return found
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {unit.home.shard.data_ptr(): unit.name for unit in self.engine.units}
+
+    def find_differences(self, body: Callable[[nn.Module], dict[str, torch.Tensor]]) -> list[str]:
+        """Return the names of what `body` gives for the sharded model, and not so for the plain one."""
+        return find_differences(body(self.model), body(self.plain))
 
 
 def build_rig(
@@ -196,6 +227,12 @@ def build_rig(
 def make_tokens(seed: int = 0, rows: int = 3) -> torch.Tensor:
     """Return seeded token ids, [rows, 4]."""
     return torch.randint(0, 11, (rows, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Run a step of squared logits, and return the gradients."""
+    model(make_tokens(seed)).square().sum().backward()
+    return take_gradients(model)
 
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -274,6 +274,8 @@ def serve(requests: socket.socket) -> None:
     """
     while True:
         content, streams, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        for stream in streams:
+            os.set_inheritable(stream, False)  # or what the process starts would hold its pipes open
         if not content:
             return
         request = json.loads(content)

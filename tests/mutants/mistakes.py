@@ -1,4 +1,8 @@
-"""Mistakes in a line, each of which some test must notice: what is changed, and what that breaks."""
+"""Mistakes in a line, each of which some test must notice: what is changed, and what that breaks.
+
+A mistake is found by the text of its line, so code may move within its file; a file that moves changes one path here.
+The tests named are short ones: `run.py` leaves out those marked slow.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ class Mutant:
     """A mistake.
 
     Attributes:
-        file: below `lorashard/`.
+        file: where the line is.
         old: what is there, once.
         new: what it becomes.
         breaks: what goes wrong then.
-        tests: what pytest is given, and must fail.
+        tests: what pytest is given besides `-m "not slow"`, and must fail.
     """
 
     file: str
@@ -29,137 +33,312 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
+    # The engine, and what it gathers
     "no wait": Mutant(
-        "engine/unit.py", "stream.wait(self._work)", "pass", "a unit is computed with before its bytes have come"
+        "lorashard/engine/unit.py",
+        "stream.wait(self._work)",
+        "pass",
+        "a unit is computed with before its bytes have come",
     ),
     "other unit's slot": Mutant(
-        "engine/autograd.py",
+        "lorashard/engine/autograd.py",
         "return Handle(slot.owner, tensor.dtype,",
         "return Handle(next(iter(pool)).owner or slot.owner, tensor.dtype,",
         "backward gets the weight of another layer",
     ),
     "no handle": Mutant(
-        "engine/autograd.py",
+        "lorashard/engine/autograd.py",
         "if slot is not None and slot.owner is not None:",
         "if slot is not None and slot.owner is not None and tensor.dim() > 1:",
         "a norm's weight is read from the slot as it is by then",
     ),
     "resharded too early": Mutant(
-        "engine/engine.py",
+        "lorashard/engine/engine.py",
         "            if not visit.holds:\n                visit.unit.reshard",
         "            if True:\n                visit.unit.reshard",
         "the head is gone when a fused loss reads it",
     ),
     "wrong victim": Mutant(
-        "engine/schedule.py",
+        "lorashard/engine/schedule.py",
         "if distance > best_distance:",
         "if best_key is None or distance < best_distance:",
         "the unit that is needed next is evicted",
         COSTS,
     ),
     "skipped hook": Mutant(
-        "engine/engine.py",
+        "lorashard/engine/engine.py",
         "if visit.has_backward and torch.is_grad_enabled():",
         "if False and torch.is_grad_enabled():",
         "backward prefetches nothing, and holds what it should have given back",
         COSTS,
     ),
     "wrong offset in a shard": Mutant(
-        "engine/layout.py",
+        "lorashard/engine/layout.py",
         "end - field.begin_byte, begin - shard_begin)",
         "end - field.begin_byte, max(0, begin - shard_begin - 256))",
         "a tensor rests 256 bytes before its place",
     ),
     "unaligned": Mutant(
-        "engine/layout.py",
+        "lorashard/engine/layout.py",
         "tuple(shape), round_up(end_byte, ALIGNMENT_BYTES))",
         "tuple(shape), round_up(end_byte, 4))",
         "layouts and the plan's sums differ, and kernels take other paths",
         ("tests/unit/engine/test_layout.py",),
     ),
     "wrong stretch of a file": Mutant(
-        "model/runs.py",
+        "lorashard/weights/segments.py",
         "pieces.append(Run(run.stored, run.begin + offset, numel))",
         "pieces.append(Run(run.stored, run.begin, numel))",
         "a rank reads the beginning of a stored tensor in place of its own part",
     ),
     "wrong row of scales": Mutant(
-        "quantization/int8.py",
+        "lorashard/quantization/int8.py",
         "values = numbers[first:last].float().mul_(scales[first:last]).mul_(_STEP)",
         "values = numbers[first:last].float().mul_(scales[first:last].roll(1, 0)).mul_(_STEP)",
         "a row is scaled by its neighbor's scale",
     ),
     "scales of another expert": Mutant(
-        "quantization/nf4.py",
+        "lorashard/quantization/nf4.py",
         "self._unpack_scales(parts[1:], first, last)]",
         "self._unpack_scales(parts[1:], 0, last - first)]",
         "every expert is scaled as the first",
         ("tests/unit/quantization/test_packed.py", "tests/unit/quantization/test_quantization_formats.py"),
     ),
     "workspace given away": Mutant(
-        "engine/packed.py",
+        "lorashard/engine/packed.py",
         "return value.clone() if any(workspace.holds(value) for workspace in workspaces) else value",
         "return value",
         "a view of unpacked numbers outlives the operation, and the next weight appears there",
         ("tests/unit/quantization/test_packed.py",),
     ),
     "adapter not broadcast": Mutant(
-        "api.py",
+        "lorashard/api.py",
         "    share_adapters(model)\n    return model",
         "    return model",
         "each rank trains an adapter that it has drawn for itself",
     ),
     "dropout moved": Mutant(
-        "engine/engine.py",
+        "lorashard/engine/engine.py",
         "        unit.wait(self._stream)\n\n    def _start_gather",
         "        unit.wait(self._stream)\n        torch.rand(1)\n\n    def _start_gather",
         "dropout draws other masks than without sharding",
     ),
     "other rank's part": Mutant(
-        "dist.py",
-        "return cls(get_rank() % size, size, *own)",
-        "return cls((get_rank() + 1) % size, size, *own)",
+        "lorashard/runtime/dist.py",
+        "            get_rank() % size,",
+        "            (get_rank() + 1) % size,",
         "ranks of a group put one another's parts at the wrong places",
     ),
     "groups across nodes": Mutant(
-        "dist.py",
+        "lorashard/runtime/dist.py",
         "ranks = list(range(begin, begin + size))",
         "ranks = list(range(begin // size, get_world_size(), get_world_size() // size))",
         "the ranks that share a base are those of different nodes",
         ("tests/distributed/engine/test_costs.py", "-k", "hybrid"),
     ),
     "hash not compared": Mutant(
-        "engine/engine.py",
-        "self._group.compare([check, self._group.num_gathers, self._hash])",
-        "self._group.compare([check, self._group.num_gathers, 0])",
+        "lorashard/engine/engine.py",
+        "[check, self._group.num_gathers, self._hash],",
+        "[check, self._group.num_gathers, 0],",
         "ranks that gathered other units go on",
         LIFECYCLE,
     ),
     "floor too high": Mutant(
-        "model/backward.py",
+        "lorashard/model/backward.py",
         "if getattr(self, _INDEX_ATTRIBUTE) >= floor.lowest:",
         "if getattr(self, _INDEX_ATTRIBUTE) > floor.lowest:",
         "the lowest layer with an adapter gets no gradient",
     ),
     "head not quantized": Mutant(
-        "model/quantizing.py",
+        "lorashard/model/quantizing.py",
         'for name in ("base_layer", "original_module"):',
         'for name in ("base_layer",):',
         "a head beside a copy that trains is left as it was",
-        ("tests/distributed/engine/test_exactness.py", "-k", "others"),
+        ("tests/unit/quantization/test_quantizing.py",),
     ),
     "later adapter not broadcast": Mutant(
-        "model/adding.py",
+        "lorashard/model/adding.py",
         "    check_frozen(model)\n    share_adapters(model, known)",
         "    check_frozen(model)",
         "each rank trains an adapter, added later, that it has drawn for itself",
         ("tests/distributed/model/test_peft_adding.py",),
     ),
     "freed too late": Mutant(
-        "engine/engine.py",
+        "lorashard/engine/engine.py",
         "slots = self.pool.of_class(unit.size_class)",
         "slots = self.pool.of_class(unit.size_class)[-1:]",
         "of all slots one is used: every layer is gathered again and again",
         COSTS,
+    ),
+    # The checkpoint writer
+    "size not compared": Mutant(
+        "lorashard/runs/checkpoints.py",
+        "if found != size:",
+        "if found is None:",
+        "a checkpoint whose file was cut short counts as complete",
+        ("tests/unit/runs/test_manifest.py",),
+    ),
+    "deleted in place": Mutant(
+        "lorashard/runs/checkpoints.py",
+        "os.rename(checkpoint, going)",
+        "going = checkpoint",
+        "a kill while it is deleted leaves half a checkpoint under its name",
+        ("tests/unit/runs/test_manifest.py",),
+    ),
+    "best rotated away": Mutant(
+        "lorashard/runs/checkpoints.py",
+        "kept = {published, *(path for path in checkpoints if best and path.name == Path(best).name)}",
+        "kept = {published}",
+        "the best adapter is gone at the end of the training",
+        ("tests/unit/runs/test_manifest.py",),
+    ),
+    "best that is not there": Mutant(
+        "lorashard/training/trainer.py",
+        "self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint = self._best",
+        "pass",
+        "an evaluation whose save failed is the best one ever after",
+        ("tests/unit/training/test_trainer.py",),
+    ),
+    "asked for without an optimizer": Mutant(
+        "lorashard/training/trainer.py",
+        "return not self.args.save_only_model or bool(self._stop_signal) or self._saves_now",
+        "return not self.args.save_only_model or bool(self._stop_signal)",
+        "no run goes on from a checkpoint that a person has asked for",
+        ("tests/unit/training/test_trainer.py",),
+    ),
+    "step twice": Mutant(
+        "lorashard/runtime/disk.py",
+        "_read_step(line) > last_step:",
+        "_read_step(line) > last_step + 1:",
+        "a step after the checkpoint is there twice in what a resumed run has written",
+        ("tests/unit/runs/test_runs.py",),
+    ),
+    "number given again": Mutant(
+        "lorashard/runs/lock.py",
+        "is_same = process.create_time() <= at_s + _CLOCK_STEP_S",
+        "is_same = True",
+        "a signal goes to the process that has got a dead run's number",
+        ("tests/unit/runs/test_lock.py",),
+    ),
+    "oldest checkpoint": Mutant(
+        "lorashard/training/resume.py",
+        "for step in sorted(set().union(*filter(None, everyone)), reverse=True):",
+        "for step in sorted(set().union(*filter(None, everyone))):",
+        "a run goes on from the oldest checkpoint, and does its steps again",
+        ("tests/unit/training/test_resuming.py",),
+    ),
+    "finished adapter lost": Mutant(
+        "lorashard/training/resume_request.py",
+        'if (folder / "adapter_config.json").exists() and not config.overwrite_output_dir:',
+        'if (folder / "adapter_config.json").exists() and config.overwrite_output_dir:',
+        "a start afresh deletes a finished adapter",
+        ("tests/unit/training/test_resuming.py",),
+    ),
+    # The launcher
+    "mistake repeated": Mutant(
+        "lorashard/launch/launcher.py",
+        "if not failure.is_crash or restarts == config.max_restarts or signals.stop_signal is not None:",
+        "if restarts == config.max_restarts or signals.stop_signal is not None:",
+        "a user's mistake is started again and again",
+        ("tests/e2e/launch/test_restarts.py",),
+    ),
+    "overwritten by a restart": Mutant(
+        "lorashard/launch/launcher.py",
+        'return config.model_copy(update={"resume_from_checkpoint": resume, "overwrite_output_dir": False})',
+        'return config.model_copy(update={"resume_from_checkpoint": resume})',
+        "a run that is started again deletes what it has saved",
+        ("tests/e2e/launch/test_restarts.py",),
+    ),
+    "orphan": Mutant(
+        "lorashard/launch/elastic.py",
+        "child.kill()",
+        "pass",
+        "what a dead rank has started stays behind, with the GPU's memory",
+        ("tests/e2e/launch/test_launch.py", "-k", "dead or behind"),
+    ),
+    "end at once not heard": Mutant(
+        "lorashard/launch/elastic.py",
+        "is_first = asked not in self._asked and not (asked == signal.SIGINT and self._asked)",
+        "is_first = True",
+        "a second Ctrl-C does not end a run that hangs while it saves",
+        ("tests/e2e/launch/test_stop.py", "-k", "second"),
+    ),
+    "asked for in each step": Mutant(
+        "lorashard/runtime/signals.py",
+        "is_asked, self._is_save_asked = self._is_save_asked, False",
+        "is_asked = self._is_save_asked",
+        "each step after a request saves a checkpoint",
+        ("tests/unit/runtime/test_stopping.py",),
+    ),
+    "ended rank missed": Mutant(
+        "lorashard/runtime/heartbeat.py",
+        'is_quiet = word == self._words.get(rank) and word != "{}"',
+        "is_quiet = word == self._words.get(rank)",
+        "a rank that was done before the others is blamed for its silence",
+        ("tests/unit/runtime/test_heartbeat.py",),
+    ),
+    "last failure blamed": Mutant(
+        "lorashard/runtime/failures.py",
+        "rank = min(recorded,",
+        "rank = max(recorded,",
+        "the rank that lost its peer is blamed in place of the one that failed",
+        ("tests/unit/runs/test_failures.py",),
+    ),
+    "log shown again": Mutant(
+        "lorashard/launch/log_mirror.py",
+        "self._file.seek(self._offset)",
+        "self._file.seek(0)",
+        "a run that goes on shows the log of all that was before",
+        ("tests/e2e/launch/test_restarts.py",),
+    ),
+    "end said by who knows less": Mutant(
+        "lorashard/runs/status.py",
+        "if status.place[0] not in _ENDS:",
+        "if True:",
+        "the step at which a rank has saved is overwritten by the process around it",
+        ("tests/unit/runs/test_status.py",),
+    ),
+    # The loader
+    "cast from the beginning": Mutant(
+        "lorashard/weights/weights.py",
+        "offset = (run.begin + first) * stored.dtype.itemsize",
+        "offset = first * stored.dtype.itemsize",
+        "a rank casts the beginning of a stored tensor in place of its own part",
+        ("tests/unit/weights/test_weights.py", "-k", "cast"),
+    ),
+    "tied in name alone": Mutant(
+        "lorashard/weights/weights.py",
+        "if not self._is_equal(stored[0], name):",
+        "if self.shape(stored[0]) != self.shape(name):",
+        "a model whose head differs from its embedding is loaded with one for both",
+        ("tests/unit/weights/test_weights.py", "-k", "tied"),
+    ),
+    "first part of a fused weight": Mutant(
+        "lorashard/weights/segments.py",
+        "self.cut((end - size) * row_numel, end * row_numel)",
+        "self.cut(0, size * row_numel)",
+        "what a fused tensor is split into begins with the same rows",
+        ("tests/unit/weights/test_weights.py", "-k", "conversion"),
+    ),
+    "numbers for scales": Mutant(
+        "lorashard/model/sources.py",
+        "source.fill(weight, begin, end, staging, number)",
+        "source.fill(weight, begin, end, staging)",
+        "of a base that is stored quantized the numbers are taken for scales too",
+        ("tests/distributed/weights/test_stored_bases.py",),
+    ),
+    "commit not compared": Mutant(
+        "lorashard/model/loading.py",
+        "_check_commit(folder)  # the first collective",
+        "# the first collective",
+        "ranks load two commits of a model whose branch has moved",
+        ("tests/distributed/weights/test_loading.py", "-k", "commit"),
+    ),
+    "short read": Mutant(
+        "lorashard/weights/safetensors_files.py",
+        "while done < len(view):",
+        "if done < len(view):",
+        "of a tensor of more than 2 GiB the rest stays unread",
+        ("tests/unit/weights/test_checkpoint.py",),
     ),
 }

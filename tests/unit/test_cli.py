@@ -16,48 +16,35 @@ from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
 from lorashard.launch.launcher import check_output_dir, prepare_logs_dir
 
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["finetune", "--help"], ["preview", "--help"], ["version"]])
-def test_help_is_answered_without_heavy_imports(words: list[str]) -> None:
-    """Catches an import at the top of a file that costs every call of the command line seconds."""
-    code, imported, stdout, stderr = run_cli(*words)
-
-    assert (code, imported, stderr) == (0, [], "")
-    assert "lorashard" in stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["finetune", "--lerning_rate", "1"], "did you mean 'learning_rate'?"),
-        (["finetune", "--model", "m", "--output_dir", "o"], "no dataset: give --dataset"),
-        (["finetune", "--config", "absent.yaml"], "absent.yaml cannot be read"),
-        (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "--gpus"),
-        (["preview", "--model", "m"], "no dataset: give --dataset"),
-        (["validate", "--fsdp", "full_shard"], "shards the frozen base itself"),
-        (["fintune"], "No such command"),
-        (["finetune", "--config"], "requires an argument"),
-    ],
+MISTAKES = (
+    (["finetune", "--lerning_rate", "1"], "'learning_rate'?"),
+    (["finetune", "--model", "m", "--output_dir", "o"], "--dataset"),
+    (["finetune", "--config", "absent.yaml"], "absent.yaml"),
+    (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "--gpus"),
+    (["preview", "--model", "m"], "--dataset"),
+    (["validate", "--fsdp", "full_shard"], "shards the frozen"),
+    (["fintune"], "No such command"),
+    (["finetune", "--config"], "requires an argument"),
 )
-def test_mistakes_are_one_line_without_heavy_imports(words: list[str], message: str) -> None:
-    """Catches a traceback, a usage screen, a wrong exit code, or seconds of waiting for a mistake in an option."""
-    code, imported, stdout, stderr = run_cli(*words)
-
-    assert (code, imported, stdout) == (2, [], "")
-    assert stderr.startswith("lorashard: error: ")
-    assert message in stderr
-    assert len(stderr.splitlines()) == 1
 
 
-def test_help_lists_every_own_option_and_says_how_trl_is_reached() -> None:
-    """Catches an option that nobody can find."""
-    _, _, stdout, _ = run_cli("finetune", "--help")
+def test_help_and_mistakes_are_told_without_heavy_imports() -> None:
+    """Catches an import at the top of a file that costs every call of the command line seconds.
 
+    Also an option that nobody can find; and a traceback, a usage screen or a wrong exit code for a mistake.
+    """
+    helps = [[], ["--help"], ["finetune", "--help"], ["preview", "--help"], ["version"]]
+    found = run_cli(*helps, *(words for words, _ in MISTAKES))
+
+    for code, imported, stdout, stderr in found[: len(helps)]:
+        assert (code, imported, stderr) == (0, [], "")
+        assert "lorashard" in stdout
     hidden = {"task_type", "activation_checkpointing_kwargs", "trainer"}
-    for name in set(RunConfig.model_fields) - hidden:
-        assert f"--{name}" in stdout
-    assert "--config FILE" in stdout
-    assert "SFTConfig" in stdout
+    expected = [*(f"--{name}" for name in set(RunConfig.model_fields) - hidden), "--config FILE", "SFTConfig"]
+    assert [word for word in expected if word not in found[2][2]] == []
+    for (_, message), (code, imported, stdout, stderr) in zip(MISTAKES, found[len(helps) :], strict=True):
+        assert (code, imported, stdout) == (2, [], ""), message
+        assert stderr.startswith("lorashard: error: ") and message in stderr and len(stderr.splitlines()) == 1
 
 
 @pytest.fixture
@@ -102,7 +89,7 @@ def test_another_number_of_ranks_than_the_launchers_is_a_mistake(
 
     assert main([*finetune_words(tmp_path)[:-1], "3"]) == 2
     assert trained == []
-    assert "3 ranks are asked for" in capsys.readouterr().err
+    assert "3 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rank", "is_told_elsewhere", "lines"), [(0, True, 1), (1, True, 0), (1, False, 1)])
@@ -190,5 +177,5 @@ def test_logs_begin_anew_unless_the_run_goes_on(tmp_path: Path) -> None:
     assert not log.exists()
 
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+    with pytest.raises(ConfigError, match="Not a directory"):
         prepare_logs_dir(RunConfig(**options | {"output_dir": str(tmp_path / "file" / "run")}))

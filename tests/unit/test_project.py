@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
+from helpers.privates import find_uses, find_uses_in
+from mutants.mistakes import MUTANTS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -20,6 +22,19 @@ import lorashard
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # torch's CUDA build brings these, in versions of its own choice; its CPU build does not.
 CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
+# Tests that use private names of ours, each with the reason why no public way shows what it asks; thirty at most.
+# `python tests/helpers/privates.py` lists what is found in all of `tests`, as `file::function: names`.
+PRIVATES = {
+    "tests/unit/runs/test_runs.py::test_a_plan_that_cannot_be_made_ends_no_run": "else a whole training shows it alone",
+}
+# Where the table is kept to: the merge of the other areas makes this ("tests",) and completes the table.
+PRIVATES_KEPT_IN = tuple(
+    f"tests/{part}"
+    for part in (
+        *(f"unit/{area}" for area in ("data", "diagnostics", "launch", "runs", "runtime", "training")),
+        *("unit/test_cli.py", "unit/test_pairwise.py", "unit/test_project.py", "gpu"),
+    )
+)
 ELASTIC_LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 
 
@@ -49,16 +64,21 @@ def find_required() -> dict[str, list[Requirement]]:
     return required
 
 
-def find_distributed_names(source: str) -> set[str]:
-    """Return the dotted names below torch.distributed, or its C++ side, that the source imports or uses."""
+def find_imports(source: str) -> set[str]:
+    """Return the dotted names that the source imports."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute):
-            names.add(ast.unparse(node))
+    return names
+
+
+def find_distributed_names(source: str) -> set[str]:
+    """Return the dotted names below torch.distributed, or its C++ side, that the source imports or uses."""
+    names = find_imports(source)
+    names.update(ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
     return {name for name in names if re.match(r"torch\.(distributed|ops\._?c10d|_C\._distributed)", name)}
 
 
@@ -153,6 +173,43 @@ def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
     assert packed == {re.sub("^ui/", "lorashard_ui/", file) for file in files}
 
 
+def test_tests_ask_through_the_public_way() -> None:
+    """Catches a test that is bound to a private name, and an entry that is no longer needed or has no reason."""
+    found = find_uses(*PRIVATES_KEPT_IN)
+    assert {place: names for place, names in found.items() if place not in PRIVATES} == {}
+    assert sorted(PRIVATES.keys() - found.keys()) == []
+    assert all(PRIVATES.values()) and len(PRIVATES) <= 30
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from lorashard.runtime.disk import _lost",
+        "def test(): disk._lost(1)",
+        "def test(): monkeypatch.setattr(disk, '_lost', None)",
+        "def test(): monkeypatch.setattr('lorashard.runtime.disk._LIMIT', 1)",
+        'SCRIPT = """\nfrom lorashard import disk\ndisk._LIMIT = 1\n"""',
+    ],
+)
+def test_every_way_of_naming_privates_is_seen(source: str) -> None:
+    """Catches a check that looks for one spelling and lets the others through, or one that sees them everywhere."""
+    own = {"_lost", "_LIMIT"}
+    assert len(find_uses_in(source, own)) == 1
+    assert find_uses_in(source.replace("_lost", "lost").replace("_LIMIT", "LIMIT"), own) == {}
+
+
+def test_tests_share_helpers_alone_and_lie_in_folders() -> None:
+    """Catches a test file that imports another, which runs its tests twice, and one that lies in no area's folder."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    stems = {path.stem for path in files}
+    sources = {path.name: find_imports(path.read_text()) for path in files}
+    assert {
+        name for name, imported in sources.items() if any(stems & set(word.split(".")) for word in imported)
+    } == set()
+    loose = {path.name for folder in ("unit", "distributed") for path in (ROOT / "tests" / folder).glob("*.py")}
+    assert loose == {"test_cli.py", "test_pairwise.py", "test_project.py"}, "of the project as a whole are these alone"
+
+
 def test_each_promise_names_a_test_that_exists() -> None:
     """A promise whose test was renamed or deleted is kept by nobody."""
     documents = [(ROOT / "docs" / name).read_text() for name in ("reliability.md", "ui.md")]
@@ -171,3 +228,11 @@ def test_each_picture_that_is_shown_is_there() -> None:
     assert [f"{document.name}: {path.name}" for document, path in shown if not path.is_file()] == []
     pages = {path.stem.rpartition("-")[0] for path in ROOT.glob("docs/img/*.png")}
     assert {path.name for _, path in shown} >= {f"{page}-{width}.png" for page in pages for width in ("wide", "phone")}
+
+
+def test_each_mistake_can_still_be_made() -> None:
+    """A mistake of tests/mutants whose line has changed, or whose tests are gone, shows nothing any more."""
+    for name, mutant in MUTANTS.items():
+        assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, f"{name}: its line is not in {mutant.file}"
+        files = [word for word in mutant.tests if word.endswith(".py")]
+        assert files and all((ROOT / file).is_file() for file in files), f"{name}: not all of {files} are there"

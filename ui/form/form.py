@@ -22,17 +22,9 @@ import yaml
 
 from lorashard.config.data_options import DATA_SUFFIXES
 from lorashard.config.methods import METHODS, Method, explain_refused
+from lorashard.config.names import ALIASES, PINNED_OPTIONS, REFUSED_OPTIONS
 from lorashard.config.options import GivenOption, Option, parse_yaml_options
-from lorashard.config.run_config import (
-    ALIASES,
-    PINNED_OPTIONS,
-    REFUSED_OPTIONS,
-    TRAINER_DEFAULTS,
-    RunConfig,
-    collect_options,
-    find_method,
-    read_known_options,
-)
+from lorashard.config.run_config import TRAINER_DEFAULTS, RunConfig, collect_options, find_method, read_known_options
 from lorashard.errors import ConfigError
 from lorashard.runs.root import find_run
 

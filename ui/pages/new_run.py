@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from lorashard.cli import group_options
 from lorashard.config.data_options import DATA_SUFFIXES
+from lorashard.config.help import group_options
 from lorashard.config.methods import METHODS
 from lorashard.config.run_config import RunConfig, read_known_options, read_own_options
 from lorashard.runtime.gpus import list_gpus

@@ -14,7 +14,7 @@ from .states import LAUNCHER_LOG
 from .taming import mask_secrets, tame
 
 _BLOCK_BYTES = 1 << 16
-_MOST_BYTES = 64 << 20  # that are searched
+_MOST_BYTES = 64 << 20
 _MOST_LINE_BYTES = 1 << 17  # a progress bar writes megabytes into one line, of which the end is seen
 _MOST_CHARACTERS = 4000  # of a line that is shown
 _MOST_LINES = 5000
@@ -31,12 +31,19 @@ def list_logs(folder: Path) -> list[int | Literal["launcher"]]:
     return [*(["launcher"] if has_launcher else []), *sorted(ranks)]  # type: ignore[list-item]
 
 
-def read_log(folder: Path, rank: int | Literal["launcher"], query: str = "", max_lines: int = 400) -> str:
+def read_log(
+    folder: Path,
+    rank: int | Literal["launcher"],
+    query: str = "",
+    max_lines: int = 400,
+    most_bytes: int = _MOST_BYTES,
+) -> str:
     """Return the last lines of a log, or the last of those that match, fit to be shown.
 
     Args:
         folder: the run's.
         query: what a line must hold, in any case; empty: all.
+        most_bytes: at the log's end that are searched.
 
     Raises:
         ConfigError: there is no such log.
@@ -49,7 +56,7 @@ def read_log(folder: Path, rank: int | Literal["launcher"], query: str = "", max
         size = path.stat().st_size
         num_read = 0
         for raw in read_backwards(path):
-            if num_read > _MOST_BYTES:
+            if num_read > most_bytes:
                 found.append(f"(of this log's {show_bytes(size)}, the last {show_bytes(num_read)} are searched)")
                 break
             num_read += len(raw) + 1
@@ -89,17 +96,17 @@ def name_log(rank: int | Literal["launcher"]) -> Path:
     return LAUNCHER_LOG if rank == "launcher" else Path("logs", f"rank_{rank}.log")
 
 
-def read_backwards(path: Path) -> Iterator[bytes]:
+def read_backwards(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
     """Yield a file's lines from the last to the first, as many as are taken. Of a very long one, the end.
 
-    Memory: a few blocks, whatever the file.
+    Memory: a few blocks of `block_bytes`, whatever the file.
     """
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
         line = b""  # what is known of the line that begins before `end`
         is_last = True
         while end > 0:
-            begin = max(0, end - _BLOCK_BYTES)
+            begin = max(0, end - block_bytes)
             first, *others = os.pread(file.fileno(), end - begin, begin).split(b"\n")
             end = begin
             if not others:

@@ -114,9 +114,9 @@ class RunReader:
         with self._lock:
             return self._samples.read()
 
-    def alerts(self) -> list[Alert]:
-        """Return what is wrong with it, the worst first."""
-        return find_alerts(self._gather_facts())
+    def alerts(self, now_s: float | None = None) -> list[Alert]:
+        """Return what is wrong with it, the worst first; seen from a later moment where that is given."""
+        return find_alerts(self._gather_facts(time.time() if now_s is None else now_s))
 
     def logs(self) -> list[int | Literal["launcher"]]:
         """Return whose logs there are."""
@@ -163,7 +163,7 @@ class RunReader:
                 self._checkpoints_s = now_s
             return list(self._checkpoints)
 
-    def _gather_facts(self) -> Facts:
+    def _gather_facts(self, now_s: float) -> Facts:
         state = find_state(self.folder)
         rows = self.checkpoints()
         with self._lock:
@@ -173,7 +173,7 @@ class RunReader:
             return Facts(
                 folder=self.folder,
                 state=state,
-                now_s=time.time(),
+                now_s=now_s,
                 options=self.options(),
                 rows=list(self._metrics.recent),
                 odd=list(self._metrics.odd),

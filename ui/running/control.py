@@ -38,7 +38,7 @@ _DELETED_PREFIX = ".deleted-"
 _LOOK_S = 1.0
 _LOOK_INTERVAL_S = 0.05
 _ALONE_S = 30.0
-_KILL_S = 20.0  # more than a launcher itself takes to kill ranks that do not end
+_PATIENCE_S = 20.0  # more than a launcher itself takes to kill ranks that do not end
 _RESUME_WORDS = ("--resume_from_checkpoint", "auto", "--overwrite_output_dir", "false")
 _USER_ERROR = 2
 _NOT_TRAINING = ("", "queue", "start", "download", "tokenise", "load")
@@ -119,10 +119,11 @@ def explain_no_resume(root: Path, name: str) -> str | None:
     return None
 
 
-def stop_run(root: Path, name: str, now: bool = False) -> None:
-    """Have a run save a checkpoint and end; or end all of its ranks at once.
+def stop_run(root: Path, name: str, now: bool = False, patience_s: float = _PATIENCE_S) -> None:
+    """Have a run save a checkpoint and end; or end all of its ranks at once. Asking twice is asking once.
 
-    A launcher that has not done so in 20 seconds is killed, and the kernel ends its ranks. Asking twice is asking once.
+    Args:
+        patience_s: a launcher that has not ended at once so long after is killed, and the kernel ends its ranks.
 
     Raises:
         ConfigError: it does not run, or not on this machine.
@@ -138,7 +139,7 @@ def stop_run(root: Path, name: str, now: bool = False) -> None:
     if now:
         if is_owner:
             _send(process, signal.SIGQUIT, name)
-        threading.Thread(target=_kill_later, args=(process,), daemon=True).start()
+        threading.Thread(target=_kill_later, args=(process, patience_s), daemon=True).start()
 
 
 def save_run(root: Path, name: str) -> None:
@@ -310,10 +311,10 @@ def _send(process: psutil.Process, number: signal.Signals, name: str) -> None:
         raise ConfigError(f"the run {name} belongs to another user, who alone can end it") from None
 
 
-def _kill_later(process: psutil.Process) -> None:
+def _kill_later(process: psutil.Process, patience_s: float) -> None:
     with suppress(psutil.Error):
         try:
-            process.wait(_KILL_S)
+            process.wait(patience_s)
         except psutil.TimeoutExpired:
             process.kill()
 

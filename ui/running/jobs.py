@@ -33,9 +33,10 @@ from .packing import list_adapter_files
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _FACTS_NAME, _LOG_NAME, _PROCESS_NAME, _EXIT_NAME = "job.json", "output.log", "process.json", "exit.json"
 _CANCELLED_NAME = "cancelled"
-_MOST_ENDED = 100  # that are kept; older ones go when another begins
+_MOST_ENDED = 100
 _TAIL_BYTES = 16384
-_STOPS = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_PATIENCE_S = 10.0  # before the next of them
 # What commands print of how far they are: "3 of 24 units merged", and the bars of huggingface_hub.
 _COUNT = re.compile(r"\b(\d[\d,]*) of (\d[\d,]*)\b")
 _PERCENT = re.compile(r"\b(\d{1,3})(?:\.\d+)?%")
@@ -66,10 +67,16 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a folder of runs. Safe to use from several threads, and beside other servers."""
+    """The jobs of a folder of runs. Safe to use from several threads, and beside other servers.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the folder of the runs.
+        most_ended: how many that have ended are kept; older ones go when another begins.
+    """
+
+    def __init__(self, root: Path, most_ended: int = _MOST_ENDED) -> None:
         self._folder = root / ".jobs"
+        self._most_ended = most_ended
 
     def start(self, kind: str, run_name: str, words: Sequence[str]) -> str:
         """Start a command; return the job's id.
@@ -92,7 +99,7 @@ class Jobs:
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the {kind} cannot be started: {error}") from error
         ended = [job.id for job in self.list() if job.state != "running"]
-        for old_id in ended[_MOST_ENDED:]:
+        for old_id in ended[self._most_ended :]:
             shutil.rmtree(self._folder / old_id, ignore_errors=True)
         return job_id
 
@@ -116,8 +123,11 @@ class Jobs:
             raise ConfigError(f"there is no job {job_id!r}")
         return job
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, patience_s: float = _PATIENCE_S) -> None:
         """End a job and all that it has started: it is asked first, so that it can clear up, and killed later.
+
+        Args:
+            patience_s: how long it has to end after SIGINT, and then after SIGTERM, before it is killed.
 
         Raises:
             ConfigError: there is none with this id, or it does not run.
@@ -131,7 +141,7 @@ class Jobs:
         (folder / _CANCELLED_NAME).touch()
         group = _find_group(process)
         _signal(process, group, signal.SIGINT)
-        threading.Thread(target=_end, args=(process, group), daemon=True).start()
+        threading.Thread(target=_end, args=(process, group, patience_s), daemon=True).start()
 
 
 def merge_words(run_folder: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
@@ -235,9 +245,9 @@ def _signal(process: psutil.Process, group: Sequence[psutil.Process], number: si
             one.send_signal(number)
 
 
-def _end(process: psutil.Process, group: list[psutil.Process]) -> None:
+def _end(process: psutil.Process, group: list[psutil.Process], patience_s: float) -> None:
     """See to it that a job that was asked to end does, with all that it has started."""
-    for number, patience_s in _STOPS:
+    for number in _STOPS:
         if number != signal.SIGINT:
             group = [*group, *(child for child in _find_group(process) if child not in group)]
             _signal(process, group, number)

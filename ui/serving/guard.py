@@ -36,7 +36,7 @@ _MAX_LOGIN_BYTES = 4096
 _MAX_BODY_BYTES = 16 * 2**20  # of a request that is no upload
 _MAX_WAITING_LOGINS = 8
 _WRONG_LOGIN_S = 1.0
-_LOGIN_S = 10.0  # for a body of some bytes
+_LOGIN_S = 10.0
 
 _HEADERS = {
     # Nothing is loaded from, sent to or framed by another host. Gradio's page has inline scripts and styles, and makes
@@ -62,14 +62,18 @@ class Guard:
             alone.
         pages: the addresses of the app's pages, such as `/new`.
         port: of the server; sessions of two servers of one host have different cookies.
+        login_s: how long a login may take to send its few bytes.
     """
 
-    def __init__(self, app: App, accounts: Accounts | None, pages: frozenset[str], port: int) -> None:
+    def __init__(
+        self, app: App, accounts: Accounts | None, pages: frozenset[str], port: int, login_s: float = _LOGIN_S
+    ) -> None:
         self._app = app
         self._accounts = accounts
         self._pages = pages
         self._cookie = f"lorashard_{port}"
         self._num_waiting = 0
+        self._login_s = login_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or hand it on."""
@@ -133,7 +137,7 @@ class Guard:
             return JSONResponse({"detail": "Too many attempts"}, 429)
         self._num_waiting += 1  # from here on: requests whose bodies come later all at once are guesses too
         try:
-            return await asyncio.wait_for(self._try_login(request, accounts, target), _LOGIN_S)
+            return await asyncio.wait_for(self._try_login(request, accounts, target), self._login_s)
         except TimeoutError:
             return JSONResponse({"detail": "Too slow"}, 408)
         finally:

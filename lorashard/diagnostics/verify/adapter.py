@@ -26,8 +26,10 @@ from ...runtime import dist
 from ...runtime.join import join_launch
 from ...runtime.output import say
 from ...weights.fingerprint import ADAPTER_NAME, BaseIdentity, read_quantization_of
+from ...weights.hub import resolve_folder
 from ...weights.model_config import read_model_config
-from ...weights.safetensors_files import Checkpoint, read_config_json, resolve_folder, shorten
+from ...weights.model_folder import read_config_json, shorten
+from ...weights.safetensors_files import Checkpoint
 from ...weights.stored_formats import find_stored_format
 from ...weights.weights import BaseWeights
 from .memory import free

@@ -26,8 +26,8 @@ from ...runtime import dist
 from ...runtime.join import join_launch
 from ...runtime.output import say
 from ...weights.first_layers import first_layers
+from ...weights.hub import resolve_folder
 from ...weights.model_config import read_model_config
-from ...weights.safetensors_files import resolve_folder
 from .differences import Gradients, compare, judge, judge_reference
 from .memory import describe_fit, fit_layers, free
 from .rows import make_rows, settle_dtype

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lorashard
-from lorashard import Quantization
 from lorashard.config.placement import ResolvedPlacement
+from lorashard.config.quantization_options import Quantization
 from lorashard.engine import Packed, Placeholder
 from lorashard.model.layer_major import split_layers
 from lorashard.model.stacks import find_decoder_stack

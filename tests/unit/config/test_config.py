@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -26,34 +25,9 @@ def resolve_yaml(tmp_path: Path, text: str, *words: str) -> RunConfig:
     return RunConfig.resolve(path, words)
 
 
-def test_trainer_options_are_exactly_those_of_the_installed_class() -> None:
-    """Catches a base class or field that reading the source misses or makes up."""
-    from trl import SFTConfig
-
-    assert set(read_trainer_options()) == {field.name for field in dataclasses.fields(SFTConfig) if field.init}
-
-
-def test_installed_class_takes_the_trainer_options() -> None:
-    """Catches an option spelt for another version of transformers, and defaults that TRL refuses."""
-    from trl import SFTConfig
-
-    words = ["--activation_checkpointing_kwargs", '{"use_reentrant": false}', "--gradient_checkpointing", "--cpu", "1"]
-    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3").with_dtype("bfloat16")
-    built = SFTConfig(output_dir="out", use_cpu=True, **config.trainer_options)
-
-    assert built.learning_rate == 2e-4
-    assert built.lr_scheduler_type == "cosine"
-    assert built.eval_strategy == "epoch"
-    assert built.max_steps == 3
-    assert built.gradient_checkpointing is True
-    assert built.gradient_checkpointing_kwargs == {"use_reentrant": False}
-    assert (built.bf16, built.fp16) == (True, False)
-
-
 def test_tables_name_real_options() -> None:
     """Catches an alias of nothing, and a table entry that hides an option lorashard has."""
     known = read_known_options()
-
     assert set(ALIASES.values()) <= set(known)
     assert set(PINNED_OPTIONS) <= set(read_trainer_options())
     assert not set(HINTS) & (set(known) | set(ALIASES))
@@ -65,7 +39,6 @@ def test_tables_name_real_options() -> None:
 def test_data_options_are_those_of_the_data() -> None:
     """Catches a data option that is lost on its way."""
     options = DataOptions(**resolve("--max_seq_length", "77", "--packing", "--seed", "3").data_options())
-
     assert (options.max_length, options.packing, options.seed) == (77, True, 3)
     assert resolve("--seed", "3").trainer_options["seed"] == 3
 
@@ -75,7 +48,6 @@ def test_lora_options_build_a_lora_config() -> None:
     from peft import LoraConfig
 
     lora = LoraConfig(**resolve("--lora_rank", "4", "--lora_target_modules", "q_proj", "v_proj").lora_options())
-
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (4, 32, 0.0)
     assert set(lora.target_modules) == {"q_proj", "v_proj"}
 
@@ -104,7 +76,6 @@ def test_lora_options_build_a_lora_config() -> None:
 def test_command_line_values_take_their_options_type(words: list[str], name: str, expected: object) -> None:
     """Catches text that reaches the trainer as text, or a value changed by a guess at its type."""
     found = resolve(*words).trainer_options[name]
-
     assert found == expected
     assert type(found) is type(expected)
 
@@ -140,7 +111,6 @@ def test_yaml_values_mean_what_the_option_says(tmp_path: Path) -> None:
         tmp_path,
         text + "lr_scheduler_kwargs:\n  num_cycles: 2\n  mode: no\n  scale: 1e-3\nmax_grad_norm: 1\nhub_revision:\n",
     )
-
     assert config.packing is True
     assert config.trainer == {
         "save_strategy": "no",
@@ -156,7 +126,6 @@ def test_yaml_values_mean_what_the_option_says(tmp_path: Path) -> None:
 def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
     """Catches a wrong order of precedence, also where the two use different spellings."""
     config = resolve_yaml(tmp_path, "lora_rank: 4\nlora_alpha: 8\nlr: 1e-3\n", "--r", "2", "--learning_rate", "1e-2")
-
     assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (2, 8, 0.0)
     assert config.trainer_options["learning_rate"] == 1e-2
 
@@ -168,7 +137,6 @@ def test_resolved_yaml_reads_back_to_the_same_run(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_text(config.to_yaml())
     again = RunConfig.resolve(path, [])
-
     assert again.trainer_options == config.trainer_options
     assert again.model_dump(exclude={"trainer"}) == config.model_dump(exclude={"trainer"})
     assert again.to_yaml() == config.to_yaml()
@@ -194,111 +162,108 @@ def test_a_quantised_base_by_any_name_is_resolved_to_one(tmp_path: Path, words: 
     assert resolve().resolve_quantization() is None
 
 
-def test_an_empty_yaml_file_is_fine(tmp_path: Path) -> None:
-    """Catches a crash on a file with nothing but comments."""
-    path = tmp_path / "run.yaml"
-    path.write_text("# nothing yet\n")
-
-    assert read_yaml_options(path) == []
-
-
 def test_home_is_expanded_as_the_trainer_does() -> None:
     """Catches logs in a folder named `~`, with the checkpoints elsewhere."""
     config = RunConfig(model="m", dataset="d", output_dir="~/run")
-
     assert config.output_dir == str(Path.home() / "run")
 
 
 def test_defaults_are_those_that_work_for_lora() -> None:
-    """Catches a default that drifts."""
-    config = resolve()
+    """Catches a default that drifts, one that TRL refuses, and an option spelt for another version of transformers."""
+    from trl import SFTConfig
 
+    config = resolve()
     assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (16, 32, "all-linear")
     assert (config.placement, config.dtype, config.activation_checkpointing) == ("auto", "auto", True)
     assert config.trainer_options["report_to"] == "none"
     assert "eval_strategy" not in config.trainer_options
+    words = ["--activation_checkpointing_kwargs", '{"use_reentrant": false}', "--gradient_checkpointing", "--cpu", "1"]
+    config = resolve(*words, "--eval_dataset", "e.jsonl", "--max_steps", "3").with_dtype("bfloat16")
+    built = SFTConfig(output_dir="out", use_cpu=True, **config.trainer_options)
+    assert (built.learning_rate, built.lr_scheduler_type, built.eval_strategy) == (2e-4, "cosine", "epoch")
+    assert (built.max_steps, built.bf16, built.fp16) == (3, True, False)
+    assert (built.gradient_checkpointing, built.gradient_checkpointing_kwargs) == (True, {"use_reentrant": False})
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learning_rat", "1"], r"unknown option 'learning_rat' \(command line\): did you mean 'learning_rate'\?"),
-        (["--lora_rnk", "1"], "did you mean 'lora_r"),
-        (["--zzzzzz", "1"], "--help lists the options"),
-        (["--learning_rate", "fast"], r"learning_rate: expected a number, found 'fast' \(command line\)"),
-        (["--learning_rate"], "learning_rate: expected a number, found no value"),
+        (["--learning_rat", "1"], r"'learning_rat' \(command line\): .*'learning_rate'\?"),
+        (["--lora_rnk", "1"], "lora_rnk.*'lora_r"),
+        (["--zzzzzz", "1"], "zzzzzz.*--help"),
+        (["--learning_rate", "fast"], r"learning_rate: .*'fast' \(command line\)"),
+        (["--learning_rate"], "learning_rate: .*no value"),
         (["--learning_rate", "nan"], "expected a number"),
-        (["--lora_r", "16.5"], "lora_r: expected a whole number, found '16.5'"),
-        (["--lora_r", "8", "9"], "lora_r: expected a whole number"),
+        (["--lora_r", "16.5"], "lora_r: .*whole number.*'16.5'"),
+        (["--lora_r", "8", "9"], "lora_r: .*whole number"),
         (["--lora_r", "0"], "lora_r: .*found 0"),
-        (["--packing", "maybe"], "packing: expected true or false, found 'maybe'"),
-        (["--lr_scheduler_type", "cosin"], "did you mean 'cosine'"),
-        (["--placement", "hos"], "placement: expected one of 'auto', .*did you mean 'host'"),
-        (["--resident_layers", "-1"], "resident_layers: expected 0 or more"),
-        (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has no meaning"),
+        (["--packing", "maybe"], "packing: .*'maybe'"),
+        (["--lr_scheduler_type", "cosin"], "lr_scheduler_type: .*'cosine'"),
+        (["--placement", "hos"], "placement: .*'auto', .*mean 'host'"),
+        (["--resident_layers", "-1"], "resident_layers: .*0 or more"),
+        (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has"),
         (
             ["--activation_checkpointing_layers", "auto", "--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
-            "both say which layers are recomputed",
+            "activation_checkpointing_layers: .*every_n_layers",
         ),
-        (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "would keep the whole base on each device"),
-        (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: true means placement: host"),
+        (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "placement: host .*placement: replicate"),
+        (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: .*placement: host"),
         (["--sharding_strategy", "NO_SHARD", "--placement", "shard"], "means placement: replicate"),
-        (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank are the same option, with two values, 8 and 9"),
-        (["--lora_r", "8", "--lora_r", "9"], "lora_r is given twice"),
-        (["--activation_checkpointing", "--gradient_checkpointing", "no"], "are the same option"),
-        (["--fsdp", "full_shard"], "fsdp is not an option here .*shards the frozen base itself"),
-        (["--deepspeed", "zero3.json"], "shards the frozen base itself"),
-        (["--ddp_find_unused_parameters", "true"], "must be False .*: every adapter parameter"),
-        (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "prepares the data itself"),
+        (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank .*, 8 and 9"),
+        (["--lora_r", "8", "--lora_r", "9"], "lora_r .*twice"),
+        (["--activation_checkpointing", "--gradient_checkpointing", "no"], "gradient_checkpointing .*same option"),
+        (["--fsdp", "full_shard"], "fsdp .*frozen base"),
+        (["--deepspeed", "zero3.json"], "deepspeed .*frozen base"),
+        (["--ddp_find_unused_parameters", "true"], "ddp_find_unused_parameters .*False"),
+        (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "dataset_kwargs"),
         (["--warmup_ratio", "0.1"], "warmup_steps"),
-        (["--gpus", "1", "--cpu", "1"], "gpus and cpu are both given"),
-        (["--gpus", "0"], "gpus: expected a count"),
-        (["--gpus", "1,1"], "gpus: expected different ids"),
+        (["--gpus", "1", "--cpu", "1"], "gpus and cpu"),
+        (["--gpus", "0"], "gpus: .*a count"),
+        (["--gpus", "1,1"], "gpus: .*different ids"),
         (["--cpu", "0"], "cpu: .*found 0"),
-        (["--fp16", "--bf16"], "bf16 and fp16 are both true"),
+        (["--fp16", "--bf16"], "bf16 and fp16"),
         (["--bf16", "--dtype", "float32"], "contradict"),
         (["--fp16", "no", "--dtype", "float16"], "contradict"),
-        (["--fp16", "--cpu", "1"], "float16 needs a GPU"),
+        (["--fp16", "--cpu", "1"], "float16 .*GPU"),
         (["--packing", "--max_length", "null"], "packing needs max_length"),
         (["--eval_strategy", "steps"], "no eval_dataset"),
         (["-gpus", "4"], "found '-gpus'"),
-        (["--trainer", "x"], "unknown option 'trainer'"),
-        (["--quantization", "fp4"], "quantization: expected one of 'none', 'nf4', 'int8', 'fp8', .*did you mean 'nf4'"),
-        (["--quantisation", "nf4"], "did you mean 'quantization'"),
-        (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .* ask for int8 and nf4"),
-        (["--quantization", "none", "--load_in_4bit"], "load_in_4bit is given together with quantization: none"),
-        (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant is for .*nf4, found int8"),
-        (["--include_input_output_embeddings"], "expected quantization with it, found quantization: none"),
+        (["--trainer", "x"], "option 'trainer'"),
+        (["--quantization", "fp4"], "quantization: .*'none', 'nf4', 'int8', 'fp8', .*mean 'nf4'"),
+        (["--quantisation", "nf4"], "quantisation.*'quantization'"),
+        (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .*int8 and nf4"),
+        (["--quantization", "none", "--load_in_4bit"], "load_in_4bit .*quantization: none"),
+        (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant .*nf4, found int8"),
+        (["--include_input_output_embeddings"], "include_input_output_embeddings: .*quantization: none"),
         (
             ["--load_in_8bit", "--include_input_output_embeddings", "--use_liger_kernel"],
-            "not tried with a quantised one",
+            "use_liger_kernel",
         ),
-        (["--bnb_4bit_quant_type", "nf4"], "nf4 is the only 4-bit format here"),
-        (["--llm_int8_threshold", "6"], "int8 keeps a scale for each row"),
-        (["--quantization_bit", "4"], "give quantization: nf4 for 4 bits"),
+        (["--bnb_4bit_quant_type", "nf4"], "nf4 .*4-bit format"),
+        (["--llm_int8_threshold", "6"], "llm_int8_threshold"),
+        (["--quantization_bit", "4"], "quantization_bit.*quantization: nf4"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: str) -> None:
     """Catches a mistake that is passed over, or that is answered with a stack of validation errors."""
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(*words)
-
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lora_r: 8\nlora_r: 8\n", "run.yaml, line 5: 'lora_r' is given twice, first in line 4"),
-        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "run.yaml, line 6: 'a' is given twice"),
-        ("lora_r: 8\nlora_alpha: many\n", r"lora_alpha: expected a whole number, found 'many' \(.*run.yaml, line 5\)"),
-        ("lora_r:\n", "lora_r: expected a whole number, found nothing"),
-        ("lora:\n  r: 8\n", r"unknown option 'lora' \(.*line 4\): the options are flat"),
+        ("lora_r: 8\nlora_r: 8\n", "run.yaml, line 5: 'lora_r' .*line 4"),
+        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "run.yaml, line 6: 'a' "),
+        ("lora_r: 8\nlora_alpha: many\n", r"lora_alpha: .*'many' \(.*run.yaml, line 5\)"),
+        ("lora_r:\n", "lora_r: .*found nothing"),
+        ("lora:\n  r: 8\n", r"'lora' \(.*line 4\): .*flat"),
         ("lora_r: [8\n", "line 5: not valid YAML"),
-        ("? [a, b]\n: 1\n", "line 4: expected the name of an option, found a list"),
-        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules: expected text, found {'a': 1}"),
-        ("r: 8\nlora_r: 9\n", r"r and lora_r are the same option, with two values, 8 and 9 \(.*line 5\)"),
-        ("base_model: other/model\n", "model and base_model are the same option"),
+        ("? [a, b]\n: 1\n", "line 4: .*found a list"),
+        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules: .*{'a': 1}"),
+        ("r: 8\nlora_r: 9\n", r"r and lora_r .*, 8 and 9 \(.*line 5\)"),
+        ("base_model: other/model\n", "model and base_model"),
     ],
 )
 def test_mistakes_in_yaml_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
@@ -316,9 +281,12 @@ def test_yaml_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
         RunConfig.resolve(path, REQUIRED)
 
 
-def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
-    """Catches a traceback for a wrong path."""
-    with pytest.raises(ConfigError, match="absent.yaml cannot be read: No such file"):
+def test_a_yaml_file_may_be_empty_and_not_absent(tmp_path: Path) -> None:
+    """Catches a crash on a file with nothing but comments, and a traceback for a wrong path."""
+    path = tmp_path / "run.yaml"
+    path.write_text("# nothing yet\n")
+    assert read_yaml_options(path) == []
+    with pytest.raises(ConfigError, match="absent.yaml.*No such file"):
         RunConfig.resolve(tmp_path / "absent.yaml", REQUIRED)
 
 
@@ -330,7 +298,6 @@ def test_the_same_value_by_two_names_is_no_contradiction() -> None:
 def test_defaults_of_other_tools_are_no_choice(tmp_path: Path) -> None:
     """Catches a refusal of `fsdp: null`, which dumped configurations hold."""
     config = resolve_yaml(tmp_path, "fsdp: null\ndeepspeed:\nddp_find_unused_parameters: false\ndo_train: true\n")
-
     assert config.trainer == {}
 
 
@@ -345,9 +312,8 @@ def test_a_missing_option_is_named(missing: str) -> None:
 def test_python_code_takes_the_same_names() -> None:
     """Catches a constructor that knows less than the command line."""
     config = RunConfig(model="org/model", dataset="rows.jsonl", max_steps=5, lora_rank=4)
-
     assert (config.model_name_or_path, config.lora_r, config.trainer) == ("org/model", 4, {"max_steps": 5})
-    with pytest.raises(ConfigError, match="max_steps: expected a whole number, found 'five'"):
+    with pytest.raises(ConfigError, match="max_steps: .*'five'"):
         RunConfig(model="org/model", dataset="rows.jsonl", max_steps="five")
 
 
@@ -356,7 +322,6 @@ def test_old_transformers_gets_its_own_spelling(monkeypatch: pytest.MonkeyPatch)
     known = {name: option for name, option in read_trainer_options().items() if not name.startswith("activation_check")}
     monkeypatch.setattr("lorashard.config.run_config.read_trainer_options", lambda *_: known)
     options = resolve("--activation_checkpointing", "--activation_checkpointing_kwargs", "{a: 1}").trainer_options
-
     assert options["gradient_checkpointing"] is True
     assert options["gradient_checkpointing_kwargs"] == {"a": 1}
     assert not [name for name in options if name.startswith("activation_check")]
@@ -378,19 +343,24 @@ def test_annotations_of_every_style_are_understood(annotation: str, kinds: set[s
 
 def test_words_without_an_option_are_refused() -> None:
     """Catches a stray word that is swallowed."""
-    with pytest.raises(ConfigError, match="expected an option such as .*, found 'stray'"):
+    with pytest.raises(ConfigError, match="--.*'stray'"):
         read_command_line(["stray", "--lora_r", "8"])
 
 
 @pytest.mark.parametrize(
-    "option", ({"activation_offloading": True}, {"activation_checkpointing_kwargs": {"offload": True}})
+    ("option", "message"),
+    (
+        ({"activation_offloading": True}, "activation_offloading"),
+        ({"activation_checkpointing_kwargs": {"offload": True}}, "offload"),
+        ({"use_liger_kernel": True}, "liger"),
+    ),
 )
-def test_offloading_needs_a_gpu(option):
-    """Catches a crash inside torch's pinned allocator, after the model has been loaded."""
+def test_what_needs_a_gpu_is_refused_without_one(option, message):
+    """Catches a crash inside torch's pinned allocator or a kernel, after the model has been loaded."""
     from lorashard.training.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
-    with pytest.raises(ConfigError, match="moves activations from a GPU"):
+    with pytest.raises(ConfigError, match=f"(?i){message}.*GPU"):
         build_arguments(config, use_cpu=True)
 
 
@@ -404,18 +374,9 @@ def test_torch_compile_is_lorashards_own():
     assert not [name for name in config.trainer_options if "compile" in name]
 
 
-def test_liger_needs_a_gpu():
-    """Catches a failure inside a kernel in the first step, after the model has been loaded."""
-    from lorashard.training.train import build_arguments
-
-    config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", use_liger_kernel=True)
-    with pytest.raises(ConfigError, match="run on GPUs"):
-        build_arguments(config, use_cpu=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"format": "nf5"}, "expected nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
+    [({"format": "nf5"}, "nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
 )
 def test_a_quantization_of_a_script_is_checked_as_an_option_is(options, message):
     """A misspelt format would quietly be another one, and a second quantisation of no scales is none."""

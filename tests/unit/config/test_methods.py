@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,25 +82,31 @@ def test_a_written_configuration_is_read_back(name, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--beta 0.1", "beta is an option of dpo, kto, grpo, and this run is sft (command line): leave it out"),
-        ("--method dpo --packing", "packing is an option of sft, and this run is dpo"),
-        ("--method kto --assistant_only_loss", "assistant_only_loss is an option of sft, and this run is kto"),
-        ("--method dpo --reward_funcs a.b", "reward_funcs is an option of grpo, and this run is dpo"),
-        ("--method reward --sample_prompts a", "sample_prompts is an option of sft, dpo, kto, grpo"),
-        ("--method grpo --reward_funcs a.b --max_length 9", "max_length is an option of sft, dpo, kto, reward"),
-        ("--method grpo --reward_funcs a.b --use_vllm", "use_vllm must be False (command line): it generates from a"),
+        ("--beta 0.1", "beta .* dpo, kto, grpo, .*sft"),
+        ("--method dpo --packing", "packing .* sft, .*dpo"),
+        ("--method kto --assistant_only_loss", "assistant_only_loss .* sft, .*kto"),
+        ("--method dpo --reward_funcs a.b", "reward_funcs .* grpo, .*dpo"),
+        ("--method reward --sample_prompts a", "sample_prompts .* sft, dpo, kto, grpo"),
+        ("--method grpo --reward_funcs a.b --max_length 9", "max_length .* sft, dpo, kto, reward"),
+        ("--method grpo --reward_funcs a.b --use_vllm", "use_vllm .*False"),
         (
             "--method grpo --reward_funcs a.b --vllm_mode server",
-            "vllm_mode is not an option here (command line): use_v",
+            "vllm_mode .*use_vllm",
         ),
-        ("--method grpo --reward_funcs a.b --use_transformers_continuous_batching", "must be False (command line): it"),
-        ("--method dpo --sync_ref_model", "TRL has no model to synchronise"),
-        ("--method dpo --betta 1", "unknown option 'betta' (command line): did you mean 'beta'?"),
-        ("--method dop", "did you mean 'dpo'?"),
-        ("--method grpo", "grpo needs rewards: give reward_funcs, or reward_model_name_or_path"),
-        ("--method reward --task_type CAUSAL_LM", "task_type: reward trains SEQ_CLS, found CAUSAL_LM"),
-        ("--method dpo --eval_dataset e --metric_for_best_model accuracy", "expected one of loss, rewards/accuracies"),
-        ("--method sft --dataset_num_proc 2", "lorashard prepares the data itself"),
+        (
+            "--method grpo --reward_funcs a.b --use_transformers_continuous_batching",
+            "use_transformers_continuous_batching .*False",
+        ),
+        ("--method dpo --sync_ref_model", "sync_ref_model"),
+        ("--method dpo --betta 1", "'betta' .*'beta'"),
+        ("--method dop", "dop.*'dpo'"),
+        ("--method grpo", "grpo .*reward_funcs, or reward_model_name_or_path"),
+        ("--method reward --task_type CAUSAL_LM", "task_type: .*SEQ_CLS, found CAUSAL_LM"),
+        (
+            "--method dpo --eval_dataset e --metric_for_best_model accuracy",
+            "metric_for_best_model: .*loss, rewards/accuracies",
+        ),
+        ("--method sft --dataset_num_proc 2", "dataset_num_proc"),
     ],
 )
 def test_an_option_that_cannot_be_is_one_line(words, message, tmp_path, capsys):
@@ -109,7 +114,7 @@ def test_an_option_that_cannot_be_is_one_line(words, message, tmp_path, capsys):
     out = tmp_path / "out"
     code = main(["finetune", "--model", "m", "--dataset", "d", "--output_dir", str(out), "--cpu", "2", *words.split()])
     stderr = capsys.readouterr().err
-    assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+    assert code == 2 and re.search(message, stderr) and len(stderr.splitlines()) == 1
     assert not out.exists()
 
 
@@ -133,7 +138,7 @@ def test_arguments_are_checked_for_the_ranks_that_will_run(num_ranks, is_right):
     if is_right:
         assert build_arguments(config, True, num_ranks).generation_batch_size == 8
         return
-    with pytest.raises(ConfigError, match="GRPOConfig refuses the options: generation_batch_size"):
+    with pytest.raises(ConfigError, match="GRPOConfig .*generation_batch_size"):
         build_arguments(config, True, num_ranks)
 
 
@@ -160,7 +165,7 @@ def test_columns_that_the_trainer_does_not_read_are_left_out(tmp_path):
     options = DataOptions(dataset=str(path))
     prepared = prepare(options, make_tokenizer(), tmp_path / "cache", METHODS["dpo"])
     assert prepared.train.column_names == ["prompt", "chosen", "rejected"]
-    with pytest.raises(DataError, match="a column holds values of different types"):
+    with pytest.raises(DataError, match="different types"):
         prepare(options, make_tokenizer(), tmp_path / "cache", METHODS["grpo"])
 
 
@@ -175,18 +180,18 @@ def test_a_column_of_late_values_has_their_type(tmp_path):
 @pytest.mark.parametrize(
     "method, row, message",
     [
-        ("dpo", {"prompt": "a", "chosen": "b"}, "dpo needs the columns prompt + chosen + rejected, or chosen + rej"),
-        ("kto", {"prompt": "a", "completion": "b"}, "kto needs the columns prompt + completion + label, or"),
-        ("grpo", {"question": "a"}, "grpo needs the columns prompt; found question"),
-        ("dpo", PAIR | {"image": "x"}, "only text can be trained on"),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "dpo .* prompt + chosen + rejected, or chosen + rejected"),
+        ("kto", {"prompt": "a", "completion": "b"}, "kto .* prompt + completion + label"),
+        ("grpo", {"question": "a"}, "grpo .* prompt; found question"),
+        ("dpo", PAIR | {"image": "x"}, "image.*only text|only text.*image"),
         ("dpo", PAIR | {"rejected": None}, r"line 2: `rejected` is null"),
         ("dpo", PAIR | {"chosen": ""}, r"line 2: `chosen` is empty"),
-        ("dpo", PAIR | {"chosen": 5}, r"line 2: `chosen` must be a string, found a number"),
-        ("kto", UNPAIRED | {"label": "yes"}, r"line 2: `label` must be true or false, found a string"),
-        ("kto", UNPAIRED | {"label": 1}, r"line 2: `label` must be true or false, found a number"),
-        ("reward", PAIR | {"margin": "big"}, r"line 2: `margin` must be a number, found a string"),
-        ("dpo", CHAT | {"chosen": "b"}, r"line 2: `chosen` must be a list of messages, found a string"),
-        ("dpo", CHAT | {"chosen": [{"role": "bot", "content": "x"}]}, r"`chosen` message 1 has the role 'bot'"),
+        ("dpo", PAIR | {"chosen": 5}, r"line 2: `chosen` .*found a number"),
+        ("kto", UNPAIRED | {"label": "yes"}, r"line 2: `label` .*found a string"),
+        ("kto", UNPAIRED | {"label": 1}, r"line 2: `label` .*found a number"),
+        ("reward", PAIR | {"margin": "big"}, r"line 2: `margin` .*found a string"),
+        ("dpo", CHAT | {"chosen": "b"}, r"line 2: `chosen` .*found a string"),
+        ("dpo", CHAT | {"chosen": [{"role": "bot", "content": "x"}]}, r"`chosen` message 1 .*role 'bot'"),
         ("dpo", CHAT | {"chosen": [{"role": "user"}]}, r"`chosen` message 1 has no content"),
     ],
 )
@@ -210,7 +215,7 @@ def test_an_implicit_prompt_is_what_both_begin_with(tmp_path, pair):
     path = write_jsonl(tmp_path / "rows.jsonl", [{name: pair[name] for name in ("chosen", "rejected")}])
     options, tokenizer = DataOptions(dataset=str(path)), make_tokenizer(CHATML)
     for name in ("dpo", "kto"):
-        with pytest.raises(DataError, match="line 1: `chosen` and `rejected` begin with nothing alike"):
+        with pytest.raises(DataError, match="line 1: `chosen` and `rejected` "):
             prepare(options, tokenizer, tmp_path / "cache", METHODS[name])
     assert len(prepare(options, tokenizer, tmp_path / "cache", METHODS["reward"]).train) == 1
     whole = {name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")}
@@ -222,7 +227,7 @@ def test_an_implicit_prompt_is_what_both_begin_with(tmp_path, pair):
 def test_conversations_need_a_chat_template(tmp_path):
     """The trainer would fail on the first row, in all ranks."""
     path = write_jsonl(tmp_path / "rows.jsonl", [CHAT])
-    with pytest.raises(DataError, match="holds conversations, but the tokenizer has no chat template"):
+    with pytest.raises(DataError, match="chat template"):
         prepare(DataOptions(dataset=str(path)), make_tokenizer(), tmp_path / "cache", METHODS["dpo"])
 
 
@@ -258,7 +263,7 @@ def test_validate_checks_a_run_of_the_method(tmp_path, method, row, capsys, monk
 def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):
     """A function of the current folder, TRL's own ones, and a model's name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rewards_here.py").write_text("def mine(completions, **kwargs):\n    return [0.0]\n\nthing = 3\n")
     (tmp_path / "rewards_broken.py").write_text("import nothing_like_it\n")
     model, own, think, overlong = load_rewards(
@@ -266,11 +271,11 @@ def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):
     )
     assert (model, own([]), think) == ("org/reward", [0.0], trl.rewards.think_format_reward) and callable(overlong)
     for name, message in {
-        "mine": "expected one of accuracy_reward, .* or an import path such as my_rewards.is_right; found 'mine'",
-        "rewards_here.yours": "expected a function 'yours' in 'rewards_here', found nothing",
-        "rewards_here.thing": "expected a function 'thing' in 'rewards_here', found int",
-        "rewards_broken.mine": "'rewards_broken' cannot be imported: No module named 'nothing_like_it'",
-        "absent_module.mine": "'absent_module' cannot be imported: No module named 'absent_module'",
+        "mine": "accuracy_reward, .*my_rewards.is_right; found 'mine'",
+        "rewards_here.yours": "'yours' in 'rewards_here', found nothing",
+        "rewards_here.thing": "'thing' in 'rewards_here', found int",
+        "rewards_broken.mine": "'rewards_broken' .*'nothing_like_it'",
+        "absent_module.mine": "'absent_module' .*'absent_module'",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_rewards([name], None)
@@ -296,10 +301,10 @@ def test_losses_are_those_that_trl_names(method):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "dpo", "--loss_type", "sigmoyd"], "loss_type: dpo has sigmoid, .*found 'sigmoyd'"),
+        (["--method", "dpo", "--loss_type", "sigmoyd"], "loss_type: .*sigmoid, .*found 'sigmoyd'"),
         (["--method", "dpo", "--loss_type", "sigmoid", "ofp"], "found 'ofp'"),
-        (["--method", "kto", "--loss_type", "sigmoid"], "loss_type: kto has kto, apo_zero_unpaired; found 'sigmoid'"),
-        (["--method", "kto", "--per_device_train_batch_size", "1"], "expected 2 or more"),
+        (["--method", "kto", "--loss_type", "sigmoid"], "loss_type: .*kto, apo_zero_unpaired; found 'sigmoid'"),
+        (["--method", "kto", "--per_device_train_batch_size", "1"], "per_device_train_batch_size: .*2 or more"),
     ],
 )
 def test_what_trl_finds_late_is_found_at_once(words, message):

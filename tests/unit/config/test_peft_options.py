@@ -44,13 +44,13 @@ def test_the_options_reach_peft(tmp_path):
     [
         (["--init_lora_weights", "corda"], "rewrites the base"),
         (["--init_lora_weights", "pissa_niter_x"], "rewrites the base"),
-        (["--init_lora_weights", "gausian"], "loftq, pissa, pissa_niter_N or olora, found 'gausian'"),
-        (["--init_lora_weights", "loftq"], "quantization: nf4 with it, found quantization: none"),
+        (["--init_lora_weights", "gausian"], "found 'gausian'"),
+        (["--init_lora_weights", "loftq"], "found quantization: none"),
         (["--init_lora_weights", "loftq", "--load_in_8bit"], "found quantization: int8"),
         (["--init_lora_weights", "loftq", "--load_in_4bit"], "expected 16 with lora_r 16, found 32"),
         (["--init_lora_weights", "loftq", "--load_in_4bit", "--use_dora"], "use_dora: LoftQ"),
-        (["--quantization", "nf4", "--torch_compile"], "torch_compile: the weights of a base in nf4"),
-        (["--layers_to_transform", "3"], "lora_target_modules as a list of names"),
+        (["--quantization", "nf4", "--torch_compile"], "torch_compile: "),
+        (["--layers_to_transform", "3"], "lora_target_modules as"),
         (["--loraplus_lr_ratio", "0.5"], "loraplus_lr_ratio"),
     ],
 )
@@ -64,8 +64,8 @@ def test_what_cannot_be_is_refused_in_a_line(words, part):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_modules": ["q_proj", "v_prj"]}, "target_modules: .*'v_prj'.*did you mean 'v_proj'"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "modules_to_save: .*did you mean 'lm_head'"),
+        ({"target_modules": ["q_proj", "v_prj"]}, "target_modules: .*'v_prj'.*'v_proj'"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "modules_to_save: .*'lm_haed'.*'lm_head'"),
         ({"target_modules": ["q_proj"], "target_parameters": ["experts.gate"]}, "target_parameters: .*'experts.gate'"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1, 99]}, "from 0 to 5, .* found 99"),
         ({"target_modules": ["q_proj"], "layers_to_transform": -1}, "from 0 to 5, .* found -1"),

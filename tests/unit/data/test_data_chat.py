@@ -137,16 +137,14 @@ def test_row_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
     conversations = [CONVERSATION, chat("a", "b", system="c"), chat("a", "b", "c")[1:]]
     prepared = prepare_messages(conversations, tokenizer, tmp_path, on_bad_row="skip")
     assert prepared.report.rows_kept == 1
-    refused = prepared.report.rows_skipped["refused by the chat template"].first
-    assert refused == [
-        "rows.jsonl line 2: the chat template refuses the row: only user and assistant roles are supported"
-    ]
+    [refused] = prepared.report.rows_skipped["refused by the chat template"].first
+    assert refused.startswith("rows.jsonl line 2: ") and "user and assistant" in refused
     assert prepared.report.rows_skipped["assistant speaks first"].count == 1
 
 
 def test_conversations_without_a_template_are_refused(tmp_path: Path) -> None:
     """Catches a chat trained on without its roles, or transformers' own error, which names no option."""
-    with pytest.raises(DataError, match="no chat template .* set chat_template_path"):
+    with pytest.raises(DataError, match="chat_template_path"):
         prepare_messages([CONVERSATION], make_tokenizer(), tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -21,29 +22,20 @@ PAIRS = [{"prompt": f"{number} + {number}\n", "completion": f"{2 * number}"} for
 
 def read(path: object, split: str = "train") -> list[tuple[str, object]]:
     rows = open_source(str(path), split, None, None).read()
-    return [
-        (row.place, f"{row.value.reason}: {row.value}" if isinstance(row.value, BadRow) else row.value) for row in rows
-    ]
+    return [(row.place, row.value.reason if isinstance(row.value, BadRow) else row.value) for row in rows]
 
 
 def test_jsonl_rows_keep_their_line_numbers(tmp_path: Path) -> None:
-    """Catches numbers that count rows instead of lines, and a broken line that hides the rows after it."""
-    path = write_jsonl(tmp_path / "a.jsonl", ["\ufeff" + json.dumps(PAIRS[0]), "", '{"prompt": "x", ', "[1]", PAIRS[1]])
-    assert read(path) == [
+    """Catches numbers that count rows instead of lines, and a broken or latin-1 line that hides the rows after it."""
+    lines = ["\ufeff" + json.dumps(PAIRS[0]), "", '{"prompt": "x", ', "[1]"]
+    latin = b'{"text": "caf\xe9"}\n'
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n" + latin + json.dumps(PAIRS[1]).encode())
+    assert read(tmp_path / "a.jsonl") == [
         ("a.jsonl line 1", PAIRS[0]),
-        ("a.jsonl line 3", "broken JSON: Expecting property name enclosed in double quotes at column 16"),
-        ("a.jsonl line 4", "wrong type: expected an object with named fields, found a list"),
-        ("a.jsonl line 5", PAIRS[1]),
-    ]
-
-
-def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path: Path) -> None:
-    """Catches one latin-1 line that ends the whole run with a traceback."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "tea"}\n')
-    assert read(path) == [
-        ("a.jsonl line 1", "broken JSON: not UTF-8 text at byte 13"),
-        ("a.jsonl line 2", {"text": "tea"}),
+        ("a.jsonl line 3", "broken JSON"),
+        ("a.jsonl line 4", "wrong type"),
+        ("a.jsonl line 5", "broken JSON"),
+        ("a.jsonl line 6", PAIRS[1]),
     ]
 
 
@@ -56,11 +48,6 @@ def test_json_list_is_read_row_by_row(tmp_path: Path, indent: int | None) -> Non
     assert read(path) == [(f"a.json row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def test_json_file_may_hold_lines(tmp_path: Path) -> None:
-    """Catches JSON lines refused because the file is called .json, as many on the hub are."""
-    assert [value for _, value in read(write_jsonl(tmp_path / "a.json", PAIRS))] == PAIRS
-
-
 @pytest.mark.parametrize(
     "end", ["", '{"text": "b"', '{"text": "b"} {"text": "c"}]', '{"text": "b" "c"}' + " " * 99, '"b']
 )
@@ -68,7 +55,7 @@ def test_broken_json_list_says_after_which_row(tmp_path: Path, end: str) -> None
     """Catches the rows after the damage left out in silence."""
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"}, ' + end)
-    with pytest.raises(DataError, match=r"a.json is broken JSON after row [12] "):
+    with pytest.raises(DataError, match=r"a.json .* after row [12] "):
         read(path)
 
 
@@ -79,7 +66,7 @@ def test_csv_rows(tmp_path: Path) -> None:
     path.write_text(f'question,answer\n"a\nb",1\nonly one\n{long},"2, ""3"""\n', encoding="utf-8")
     assert read(path) == [
         ("a.csv row 1", {"question": "a\nb", "answer": "1"}),
-        ("a.csv row 2", "broken CSV: 1 cells under 2 column names"),
+        ("a.csv row 2", "broken CSV"),
         ("a.csv row 3", {"question": long, "answer": '2, "3"'}),
     ]
 
@@ -116,42 +103,40 @@ def test_folder_splits_are_told_from_file_names(tmp_path: Path) -> None:
     assert sorted(row["text"] for _, row in read(tmp_path)) == ["a", "b"]
     assert read(tmp_path, "test") == [("test.jsonl line 1", {"text": "c"})]
     assert open_source(str(tmp_path), "train", None, None).ignored == ("train-3.txt",)
-    with pytest.raises(DataError, match="has the splits test, train, but not 'validation'"):
+    with pytest.raises(DataError, match="splits test, train, .*'validation'"):
         read(tmp_path, "validation")
 
 
 def test_folder_without_split_names_is_all_train(tmp_path: Path) -> None:
-    """Catches a folder of plainly named files that cannot be read."""
-    write_jsonl(tmp_path / "b.jsonl", PAIRS[:1])
+    """Catches a folder of plainly named files that cannot be read, and JSON lines refused because they are in .json."""
+    write_jsonl(tmp_path / "b.json", PAIRS[:1])
     (tmp_path / "a.json").write_text(json.dumps(PAIRS[1:]))
-    assert [place for place, _ in read(tmp_path)] == [*(f"a.json row {n}" for n in range(1, 5)), "b.jsonl line 1"]
+    assert [place for place, _ in read(tmp_path)] == [*(f"a.json row {n}" for n in range(1, 5)), "b.json line 1"]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", "no such file or folder"),
-        ("./missing", "no such file or folder"),
-        ("notes.txt", "must be one of .jsonl, .json, .csv, .parquet, found .txt"),
+        ("missing.jsonl", "no such file"),
+        ("./missing", "no such file"),
+        ("notes.txt", ".jsonl, .json, .csv, .parquet, found .txt"),
         ("empty", "holds no .jsonl"),
-        ("broken.parquet", "cannot be read as parquet"),
     ],
 )
-def test_missing_or_unreadable_dataset(
+def test_a_dataset_that_is_not_there_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     """Catches a misspelt path looked up on the hub, or a library's traceback for a file that is not what it says."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("a")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=message):
         read(name)
 
 
 def test_hub_options_are_refused_for_files(tmp_path: Path) -> None:
     """Catches a revision that is asked for and silently not used."""
-    with pytest.raises(DataError, match="dataset_config and dataset_revision are for hub datasets"):
+    with pytest.raises(DataError, match="dataset_config and dataset_revision"):
         open_source(write_jsonl(tmp_path / "a.jsonl", PAIRS), "train", None, "main")
 
 
@@ -175,35 +160,25 @@ def test_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unreachable_hub_dataset_is_a_data_error() -> None:
     """Catches a traceback, or endless waiting, when the hub cannot be reached."""
     source = open_source("nobody/nothing", "train", None, None)
-    with pytest.raises(DataError, match="'nobody/nothing' is no file or folder here, and could not be loaded"):
+    with pytest.raises(DataError, match="'nobody/nothing'"):
         source.identify()
 
 
 def test_reading_takes_the_memory_of_a_row(tmp_path: Path) -> None:
-    """Catches a reader that holds all rows: files may be larger than memory."""
+    """Catches a reader that holds all rows: files may be larger than memory, and an early item of a list be broken."""
     rows = [{"text": "x" * 1000}] * 3000
     write_jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
+    (tmp_path / "broken.json").write_text('[{"text": "a"}, {"text" "b"}, ' + json.dumps(rows)[1:])
     del rows
-    for name in ("a.jsonl", "a.json", "a.csv"):
+    for name in ("a.jsonl", "a.json", "a.csv", "broken.json"):
         tracemalloc.start()
-        assert sum(1 for _ in open_source(str(tmp_path / name), "train", None, None).read()) == 3000
+        with pytest.raises(DataError, match="after row 1") if name == "broken.json" else nullcontext():
+            assert sum(1 for _ in open_source(str(tmp_path / name), "train", None, None).read()) == 3000
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak_bytes < 1_000_000, name
-
-
-def test_broken_json_list_is_found_where_it_breaks(tmp_path: Path) -> None:
-    """Catches a large file read into memory whole because an early item is broken."""
-    path = tmp_path / "a.json"
-    path.write_text('[{"text": "a"}, {"text" "b"}, ' + json.dumps([{"text": "x" * 1000}] * 4000)[1:])
-    tracemalloc.start()
-    with pytest.raises(DataError, match="broken JSON after row 1"):
-        read(path)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak_bytes < 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -221,12 +196,8 @@ def test_format_is_recognised_by_its_columns(columns: str, has_chat_template: bo
     """Catches a format taken for another because of a column more."""
     rows = [{columns.split()[0]: "x"}, dict.fromkeys(columns.split(), "x")]  # the first row lacks columns
     assert detect_format(rows, has_chat_template).name == name
-
-
-def test_text_field_goes_before_all() -> None:
-    """Catches an explicit dataset_text_field that is passed over."""
-    row = {"question": "a", "answer": "b", "story": "c"}
-    assert detect_format([row], False, "story").convert(row).body == "c"
+    rows.append({"story": "c"} | rows[1])  # an explicit dataset_text_field goes before all
+    assert detect_format(rows, has_chat_template, "story").convert(rows[-1]).body == "c"
 
 
 @pytest.mark.parametrize("columns", ["prompt chosen rejected", "question image answer", "story"])
@@ -253,33 +224,33 @@ GOOD = {
     [
         ("question", {"question": "a"}, "missing field", "`answer` is missing"),
         ("question", {"question": "a", "answer": None}, "null field", "`answer` is null"),
-        ("question", {"question": "a", "answer": 72}, "wrong type", "`answer` must be a string, found a number"),
+        ("question", {"question": "a", "answer": 72}, "wrong type", "found a number"),
         ("question", {"question": "a", "answer": " \n"}, "empty completion", "`answer` is empty"),
         ("question", {"question": "", "answer": "b"}, "empty field", "`question` is empty"),
         ("text", {"text": "  "}, "empty field", "`text` is empty"),
         ("alpaca", {"instruction": "a", "output": ""}, "empty completion", "`output` is empty"),
         ("alpaca", {"instruction": "a", "output": "b", "input": []}, None, None),
-        ("alpaca", {"instruction": "a", "output": "b", "input": [1]}, "wrong type", "`input` must be a string"),
+        ("alpaca", {"instruction": "a", "output": "b", "input": [1]}, "wrong type", "`input`"),
         ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "unsupported field", "`history`"),
         ("pairs", {"prompt": "", "completion": "b"}, None, None),
         ("pairs", {"prompt": "a", "completion": ""}, "empty completion", "`completion` is empty"),
-        ("pairs", {"prompt": "a", "completion": chat("b")}, "wrong type", "must be a string, found a list"),
-        ("chat pairs", {"prompt": "a", "completion": "b"}, "wrong type", "must be a list of messages, found a string"),
+        ("pairs", {"prompt": "a", "completion": chat("b")}, "wrong type", "found a list"),
+        ("chat pairs", {"prompt": "a", "completion": "b"}, "wrong type", "found a string"),
         ("chat pairs", {"prompt": chat("a"), "completion": chat("b")}, "empty completion", "no assistant message"),
         ("chat pairs", {"prompt": chat("a"), "completion": []}, "empty completion", "`completion` holds no message"),
         ("messages", {"messages": []}, "empty field", "`messages` holds no message"),
-        ("messages", {"messages": chat("a", "")}, "empty completion", "message 2, the assistant's, is empty"),
-        ("messages", {"messages": ["a"]}, "wrong type", "message 1 must be an object with role and content"),
+        ("messages", {"messages": chat("a", "")}, "empty completion", "message 2"),
+        ("messages", {"messages": ["a"]}, "wrong type", "message 1"),
         ("messages", {"messages": [{"role": "boss", "content": "a"}]}, "unknown role", "message 1 has the role 'boss'"),
         ("messages", {"messages": [{"content": "a"}]}, "missing field", "message 1 has no role"),
         ("messages", {"messages": [{"role": "user"}]}, "missing field", "message 1 has no content"),
-        ("messages", {"messages": [{"role": "user", "content": 3}]}, "wrong type", "must be a string, found a number"),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}, "wrong type", "found a number"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "wrong type", "not text"),
         ("messages", {"messages": [{"role": "user", "content": "b", "weight": 0}]}, "unsupported field", "weight 0"),
         ("messages", {"messages": chat("a")}, "nothing supervised", "to be learnt"),
-        ("messages", {"messages": chat("a", "b"), "tools": "{"}, "wrong type", "`tools` is a string but not JSON"),
-        ("messages", {"messages": chat("a", "b"), "tools": {"a": 1}}, "wrong type", "`tools` must be a list"),
-        ("messages", {"messages": chat("a", "b"), "chat_template_kwargs": "a"}, "wrong type", "must be an object"),
+        ("messages", {"messages": chat("a", "b"), "tools": "{"}, "wrong type", "`tools`"),
+        ("messages", {"messages": chat("a", "b"), "tools": {"a": 1}}, "wrong type", "`tools`"),
+        ("messages", {"messages": chat("a", "b"), "chat_template_kwargs": "a"}, "wrong type", "object"),
         ("conversations", {"conversations": [{"from": "boss", "value": "a"}]}, "unknown role", "'boss'"),
         ("conversations", {"conversations": [{"from": None, "value": "a"}]}, "missing field", "no role"),
     ],

@@ -1,6 +1,7 @@
 """Previews show what prepared rows hold; tokenizers are loaded ready to train with."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,26 +44,25 @@ def test_preview_marks_what_is_learnt(tmp_path: Path) -> None:
 
 
 def test_rendered_preview(tmp_path: Path) -> None:
-    """Catches marks that vanish without colours, and a dataset's control characters that steer the terminal."""
+    """Catches marks that vanish without colours, and a dataset's control characters that steer the terminal.
+
+    And a preview that hides what truncation takes away.
+    """
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS))
     rows = preview(options, make_tokenizer(CHATML), 2)
     plain = render_preview(rows)
     assert "How many?<|im_end|>\n<|im_start|>assistant\n⟦72 🦙 clips.<|im_end|>\n⟧<|im_start|>user" in plain
     assert "rows.jsonl line 1 · messages · " in plain
     assert "learnt: assistant turns (incremental rendering)" in plain
-    assert "rows.jsonl line 2 · messages · cannot be trained on: nothing supervised" in plain
+    assert "nothing supervised" in plain.partition("rows.jsonl line 2 · messages · ")[2]
     assert "\x1b" not in plain and "␛[2J" in plain
     colored = render_preview(rows, color=True)
     assert "\x1b[32m72 🦙 clips.<|im_end|>\n\x1b[0m" in colored
     assert "\x1b[2J" not in colored
-
-
-def test_cut_rows_say_so_in_the_preview(tmp_path: Path) -> None:
-    """Catches a preview that hides what truncation takes away."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "x " * 100}])
+    path = write_jsonl(tmp_path / "long.jsonl", [{"text": "x " * 100}])
     [row] = preview(DataOptions(dataset=path, max_length=10), make_tokenizer(), 1)
     num_tokens = len(make_tokenizer()("x " * 100 + "</s>")["input_ids"])
-    assert f"10 tokens, cut from {num_tokens}, 10 learnt: every token" in render_preview([row])
+    assert f"10 tokens, cut from {num_tokens}, " in render_preview([row])
 
 
 def save(folder: Path, **options: object) -> str:
@@ -79,7 +79,7 @@ def test_padding_token_is_the_end_token_if_there_is_none(tmp_path: Path) -> None
     assert load_tokenizer(save(tmp_path / "b")).pad_token == "<pad>"
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "c")
-    with pytest.raises(ConfigError, match="neither a padding token nor an end-of-sequence token"):
+    with pytest.raises(ConfigError, match="padding token"):
         load_tokenizer(str(tmp_path / "c"))
     assert load_tokenizer(str(tmp_path / "c"), eos_token="<|im_end|>").pad_token == "<|im_end|>"
 
@@ -95,19 +95,19 @@ def test_chat_template_is_taken_from_a_file_or_a_tokenizer(tmp_path: Path) -> No
     foreign = make_tokenizer(CHATML.replace("<|im_end|>", "<|foreign|>"))
     foreign.add_tokens(["<|foreign|>"], special_tokens=True)
     foreign.save_pretrained(tmp_path / "foreign")
-    with pytest.raises(ConfigError, match=r"tokens that this model does not have \(<\|foreign\|>\)"):
+    with pytest.raises(ConfigError, match=r"<\|foreign\|>"):
         load_tokenizer(base, chat_template_path=str(tmp_path / "foreign"))
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, match="no chat template"):
         load_tokenizer(base, chat_template_path=base)
-    with pytest.raises(ConfigError, match="missing.jinja' cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="missing.jinja.*No such file"):
         load_tokenizer(base, chat_template_path="missing.jinja")
 
 
 def test_missing_tokenizer_or_token(tmp_path: Path) -> None:
     """Catches a traceback of the tokenizer libraries where the model's name is wrong."""
-    with pytest.raises(CheckpointError, match="no tokenizer could be loaded from the folder"):
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(CheckpointError, match="no tokenizer could be loaded from the hub id 'nobody/nothing'"):
+    with pytest.raises(CheckpointError, match="'nobody/nothing'"):
         load_tokenizer("nobody/nothing")
-    with pytest.raises(ConfigError, match="eos_token 'stop!' is not in the vocabulary"):
+    with pytest.raises(ConfigError, match="eos_token 'stop!'"):
         load_tokenizer(save(tmp_path / "a"), eos_token="stop!")

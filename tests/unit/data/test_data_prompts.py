@@ -64,14 +64,14 @@ def test_a_text_is_not_ended_before_it_is_answered():
     [
         ({"question": "a"}, "expected `prompt`.*found neither"),
         ({"prompt": "a", "messages": chat("a")}, "found both"),
-        ({"prompt": 3}, "`prompt` must be a text or a list of messages, found a number"),
-        ({"messages": "a"}, "`messages` must be a list of messages"),
-        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": 3}, "`prompt` .*found a number"),
+        ({"messages": "a"}, "`messages`"),
+        ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "`prompt` holds no message"),
-        ({"messages": chat("a", "b")}, "the last message is the assistant's"),
+        ({"messages": chat("a", "b")}, "the assistant's"),
         ({"prompt": [{"role": "user"}]}, "`prompt` message 1 has no content"),
         ("{broken", "broken|column"),
-        ("[1]", "an object with named fields"),
+        ("[1]", "an object"),
     ],
 )
 def test_a_row_that_cannot_be_answered_is_named(tmp_path, row, message):
@@ -87,7 +87,7 @@ def test_files_and_templates_that_are_not_there_are_named(tmp_path):
     conversation = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": chat("a")}])
     with pytest.raises(DataError, match="line 1.*no chat template"):
         read_prompts(conversation, PromptWriter(make_tokenizer()))
-    with pytest.raises(DataError, match="no chat template: leave as_chat out"):
+    with pytest.raises(DataError, match="as_chat"):
         PromptWriter(make_tokenizer(), as_chat=True)
     for name in ("absent.jsonl", "org/data", str(tmp_path)):
         with pytest.raises(DataError, match="expected a file"):

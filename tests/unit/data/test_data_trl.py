@@ -1,7 +1,9 @@
 """Prepared data equals what TRL's SFTTrainer makes of the same rows: the independent reference."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +29,6 @@ CHATS = [
     chat("What is the capital of France?", "  Paris. "),
     chat("Write a story", TEXTS[1], "Go on", "The end.\n\n"),
 ]
-PAIRS = [{"prompt": q, "completion": a} for q, a in zip(QUESTIONS, TEXTS, strict=True)]
-CHAT_PAIRS = [{"prompt": messages[:-1], "completion": messages[-1:]} for messages in CHATS]
-TURN_PAIRS = [{"prompt": chat(q), "completion": chat("", a)[1:]} for q, a in zip(QUESTIONS, TEXTS, strict=True)]
 WEATHER_TOOL = {
     "type": "function",
     "function": {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {"city": {}}}},
@@ -55,143 +54,119 @@ def build_trainer(rows: Dataset, tokenizer, folder: Path, **options) -> SFTTrain
         return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
 
 
-def prepare_with_trl(rows: list[dict], tokenizer, folder: Path, **options) -> Dataset:
-    return build_trainer(Dataset.from_list(rows), tokenizer, folder, **options).train_dataset
+def case(rows: list, template=None, kind="bytes", like=None, trl=None, **options) -> SimpleNamespace:
+    """Describe rows that become what TRL makes of the rows `like`, by default the same, with the options `trl` too."""
+    return SimpleNamespace(
+        rows=rows, template=template, kind=kind, like=like or rows, trl=options | (trl or {}), options=options
+    )
 
 
-def assert_same(rows: list[dict], trl_rows: list[dict], tokenizer, folder: Path, trl_options=None, **options) -> None:
-    expected = prepare_with_trl(trl_rows, tokenizer, folder, **(options | (trl_options or {})))
-    path = write_jsonl(folder / "rows.jsonl", rows)
-    prepared = prepare(DataOptions(dataset=path, **options), tokenizer, folder / "cache")
+def texts_of(prompts: Sequence[str], completions: Sequence[str]) -> list[dict]:
+    return [{"prompt": p, "completion": c} for p, c in zip(prompts, completions, strict=True)]
+
+
+def messages_of(conversations: list) -> list[dict]:
+    return [{"messages": messages} for messages in conversations]
+
+
+def chat_pairs_of(conversations: list) -> list[dict]:
+    return [{"prompt": messages[:-1], "completion": messages[-1:]} for messages in conversations]
+
+
+def to_sharegpt(messages: list[dict]) -> dict:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return {"conversations": [{"from": names[message["role"]], "value": message["content"]} for message in messages]}
+
+
+ASSISTANT = {"assistant_only_loss": True}  # what conversations learn where nothing is said
+WHOLE = {"assistant_only_loss": False}
+PAIRS = texts_of(QUESTIONS, TEXTS)
+ANSWERS = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, TEXTS, strict=True)]
+SPLITS = [{"prompt": CHATS[0][:split], "completion": CHATS[0][split:]} for split in (2, 4)]
+TURNS = [{"prompt": chat(q), "completion": chat("", a)[1:]} for q, a in zip(QUESTIONS, TEXTS, strict=True)]
+MANY = [{"text": text[: 7 * length]} for length in range(1, 12) for text in TEXTS]
+TOOL_TEMPLATE = (TEMPLATES / "qwen2_5.jinja").read_text()
+TOOL_ROWS = [
+    {"messages": TOOL_CHAT, "tools": tools}
+    for tools in ([WEATHER_TOOL], '[{"type": "function", "function": {"name": "weather"}}]')
+]
+ALPACA = [
+    {"instruction": "Add", "input": "48 + 24", "output": "72", "system": "Be short."},
+    {"instruction": "Write a story", "input": "", "output": TEXTS[1]},
+    {"instruction": "Write", "output": "The end."},
+]
+ALPACA_CHATS = [
+    chat("Add\n\n48 + 24", "72", system="Be short."),
+    chat("Write a story", TEXTS[1]),
+    chat("Write", "The end."),
+]
+ALPACA_PROMPTS = ["Be short.\n\nAdd\n\n48 + 24\n", "Write a story\n", "Write\n"]
+CASES = {
+    # A missing or doubled end-of-sequence token; special tokens added otherwise than TRL adds them.
+    **{f"text {kind}": case([{"text": t} for t in TEXTS], kind=kind) for kind in ("bytes", "metaspace")},
+    # A row cut at the wrong end or one token off, and labels cut apart from their tokens.
+    **{f"cut {mode}": case(PAIRS, max_length=40, truncation_mode=mode) for mode in ("keep_start", "keep_end")},
+    # A mask that starts a token early or late, in particular where prompt and completion merge.
+    **{
+        f"pairs {kind} {only}": case(PAIRS, kind=kind, completion_only_loss=only)
+        for kind in ("bytes", "metaspace")
+        for only in (None, True, False)
+    },
+    # The generation prompt being learnt, or special tokens written twice.
+    "chat pairs of chatml": case(chat_pairs_of(CHATS), CHATML),
+    "chat pairs of llama": case(chat_pairs_of(CHATS), LLAMA3),
+    # The prompt's assistant turns, or what the user says in a completion, being learnt.
+    "turns of completions": case(SPLITS, CHATML_MARKED, assistant_only_loss=True),
+    # Assistant turns found a token off with markers.
+    "messages bytes": case(messages_of(CHATS), CHATML_MARKED, trl=ASSISTANT),
+    "messages metaspace": case(messages_of(CHATS), CHATML_MARKED, "metaspace", trl=ASSISTANT),
+    # `assistant_only_loss: false` that still masks.
+    "whole messages": case(messages_of(CHATS), CHATML, **WHOLE),
+    "whole messages of mistral": case(messages_of(CHATS[1:]), MISTRAL, "metaspace", **WHOLE),
+    # Another template than TRL's training version of a known one, which may write other text.
+    **{
+        name: case(messages_of(CHATS), (TEMPLATES / f"{name}.jinja").read_text(), trl=ASSISTANT)
+        for name in ("llama3", "qwen2_5", "qwen3", "phi3")
+    },
+    # Tools that never reach the template, as a list or as the JSON string that TRL takes too; and its variables.
+    "tools": case(TOOL_ROWS[:1], TOOL_TEMPLATE, trl=ASSISTANT),
+    "tools as text": case(TOOL_ROWS[1:], TOOL_TEMPLATE, trl=ASSISTANT),
+    "variables": case(
+        [{"messages": CHATS[0], "chat_template_kwargs": {"style": "Once upon a time"}}], "{{ style }}" + CHATML, **WHOLE
+    ),
+    # Rows that become another chat, or another text, than documented; a lost `input` or `system`.
+    "answers as chats": case(ANSWERS, CHATML, like=TURNS),
+    "answers": case(ANSWERS, like=texts_of([f"{q}\n" for q in QUESTIONS], TEXTS)),
+    "alpaca as chats": case(ALPACA, CHATML, like=chat_pairs_of(ALPACA_CHATS)),
+    "alpaca": case(ALPACA, like=texts_of(ALPACA_PROMPTS, [row["output"] for row in ALPACA])),
+    "sharegpt": case([to_sharegpt(m) for m in CHATS], CHATML_MARKED, like=messages_of(CHATS), trl=ASSISTANT),
+    # Rows cut before a strategy that goes on with them, packing of another order, and lost seq_lengths.
+    **{
+        f"packed {strategy} {is_shuffled}": case(
+            MANY, packing=True, packing_strategy=strategy, shuffle_dataset=is_shuffled, seed=3, max_length=32
+        )
+        for strategy in ("bfd", "bfd_split", "wrapped")
+        for is_shuffled in (False, True)
+    },
+    # A shuffle that depends on anything but the seed.
+    "shuffled": case([{"text": f"{number} clips"} for number in range(50)], shuffle_dataset=True, seed=7),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_become_what_trl_makes_of_them(tmp_path: Path, name: str) -> None:
+    """Catches the mistakes that stand above each case."""
+    case = CASES[name]
+    tokenizer = make_tokenizer(case.template, case.kind)
+    expected = build_trainer(Dataset.from_list(case.like), tokenizer, tmp_path, **case.trl).train_dataset
+    path = write_jsonl(tmp_path / "rows.jsonl", case.rows)
+    prepared = prepare(DataOptions(dataset=path, **case.options), tokenizer, tmp_path / "cache")
     assert len(prepared.train) == len(expected)
     for column in {"input_ids", "labels", "seq_lengths"} & set(expected.column_names):
         assert prepared.train[:][column] == expected[:][column], column
     assert ("seq_lengths" in prepared.train.column_names) == ("seq_lengths" in expected.column_names)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
-def test_text_equals_trl(tmp_path: Path, kind: str) -> None:
-    """Catches a missing or doubled end-of-sequence token, and special tokens added otherwise than TRL adds them."""
-    assert_same([{"text": t} for t in TEXTS], [{"text": t} for t in TEXTS], make_tokenizer(kind=kind), tmp_path)
-
-
-@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_truncation_equals_trl(tmp_path: Path, mode: str) -> None:
-    """Catches a row cut at the wrong end or one token off, and labels cut apart from their tokens."""
-    assert_same(PAIRS, PAIRS, make_tokenizer(), tmp_path, max_length=40, truncation_mode=mode)
-
-
-@pytest.mark.parametrize("completion_only_loss", [None, True, False])
-@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
-def test_prompt_completion_equals_trl(tmp_path: Path, kind: str, completion_only_loss: bool | None) -> None:
-    """Catches a mask that starts a token early or late, in particular where prompt and completion merge."""
-    options = {"completion_only_loss": completion_only_loss}
-    assert_same(PAIRS, PAIRS, make_tokenizer(kind=kind), tmp_path, **options)
-
-
-@pytest.mark.parametrize("template", [CHATML, LLAMA3])
-def test_prompt_completion_messages_equal_trl(tmp_path: Path, template: str) -> None:
-    """Catches the generation prompt being learnt, or special tokens written twice."""
-    assert_same(CHAT_PAIRS, CHAT_PAIRS, make_tokenizer(template), tmp_path)
-
-
-def test_assistant_turns_of_completions_equal_trl(tmp_path: Path) -> None:
-    """Catches the prompt's assistant turns, or what the user says in a completion, being learnt."""
-    pairs = [{"prompt": CHATS[0][:split], "completion": CHATS[0][split:]} for split in (2, 4)]
-    assert_same(pairs, pairs, make_tokenizer(CHATML_MARKED), tmp_path, assistant_only_loss=True)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
-def test_messages_equal_trl(tmp_path: Path, kind: str) -> None:
-    """Catches assistant turns found a token off with markers; not given, the loss is on the assistant's turns."""
-    rows = [{"messages": messages} for messages in CHATS]
-    trl_options = {"assistant_only_loss": True}
-    assert_same(rows, rows, make_tokenizer(CHATML_MARKED, kind), tmp_path, trl_options)
-
-
-def test_whole_conversations_equal_trl(tmp_path: Path) -> None:
-    """Catches `assistant_only_loss: false` that still masks."""
-    rows = [{"messages": messages} for messages in CHATS]
-    assert_same(rows, rows, make_tokenizer(CHATML), tmp_path, assistant_only_loss=False)
-    rows = [{"messages": messages} for messages in CHATS[1:]]
-    assert_same(rows, rows, make_tokenizer(MISTRAL, "metaspace"), tmp_path, assistant_only_loss=False)
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "qwen3", "phi3"])
-def test_templates_known_to_trl_equal_trl(tmp_path: Path, name: str) -> None:
-    """Catches another template than TRL's training version of a known one, which may write other text."""
-    tokenizer = make_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
-    rows = [{"messages": messages} for messages in CHATS]
-    assert_same(rows, rows, tokenizer, tmp_path, {"assistant_only_loss": True})
-
-
-@pytest.mark.parametrize("tools", [[WEATHER_TOOL], '[{"type": "function", "function": {"name": "weather"}}]'])
-def test_tools_equal_trl(tmp_path: Path, tools: object) -> None:
-    """Catches tools that never reach the template, as a list or as the JSON string that TRL takes too."""
-    tokenizer = make_tokenizer((TEMPLATES / "qwen2_5.jinja").read_text())
-    rows = [{"messages": TOOL_CHAT, "tools": tools}]
-    assert_same(rows, rows, tokenizer, tmp_path, {"assistant_only_loss": True})
-    assert "weather" in tokenizer.decode(prepare_with_trl(rows, tokenizer, tmp_path)[0]["input_ids"])
-
-
-def test_template_kwargs_equal_trl(tmp_path: Path) -> None:
-    """Catches a `chat_template_kwargs` column that never reaches the template."""
-    template = "{{ style }}" + CHATML
-    rows = [{"messages": CHATS[0], "chat_template_kwargs": {"style": "Once upon a time"}}]
-    assert_same(rows, rows, make_tokenizer(template), tmp_path, assistant_only_loss=False)
-
-
-def test_question_answer_equals_trl(tmp_path: Path) -> None:
-    """Catches question/answer rows that become another chat, or another text, than documented."""
-    rows = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, TEXTS, strict=True)]
-    assert_same(rows, TURN_PAIRS, make_tokenizer(CHATML), tmp_path)
-    texts = [{"prompt": f"{q}\n", "completion": a} for q, a in zip(QUESTIONS, TEXTS, strict=True)]
-    assert_same(rows, texts, make_tokenizer(), tmp_path)
-
-
-def test_alpaca_equals_trl(tmp_path: Path) -> None:
-    """Catches a lost `input` or `system`, with and without a chat template."""
-    rows = [
-        {"instruction": "Add", "input": "48 + 24", "output": "72", "system": "Be short."},
-        {"instruction": "Write a story", "input": "", "output": TEXTS[1]},
-        {"instruction": "Write", "output": "The end."},
-    ]
-    chats = [
-        chat("Add\n\n48 + 24", "72", system="Be short."),
-        chat("Write a story", TEXTS[1]),
-        chat("Write", "The end."),
-    ]
-    pairs = [{"prompt": messages[:-1], "completion": messages[-1:]} for messages in chats]
-    assert_same(rows, pairs, make_tokenizer(CHATML), tmp_path)
-    prompts = ["Be short.\n\nAdd\n\n48 + 24\n", "Write a story\n", "Write\n"]
-    texts = [{"prompt": p, "completion": row["output"]} for p, row in zip(prompts, rows, strict=True)]
-    assert_same(rows, texts, make_tokenizer(), tmp_path)
-
-
-def test_sharegpt_equals_trl(tmp_path: Path) -> None:
-    """Catches ShareGPT's role names reaching the template as they are."""
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    rows = [
-        {"conversations": [{"from": names[message["role"]], "value": message["content"]} for message in messages]}
-        for messages in CHATS
-    ]
-    trl_rows = [{"messages": messages} for messages in CHATS]
-    assert_same(rows, trl_rows, make_tokenizer(CHATML_MARKED), tmp_path, {"assistant_only_loss": True})
-
-
-@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-@pytest.mark.parametrize("shuffle_dataset", [False, True])
-def test_packing_equals_trl(tmp_path: Path, strategy: str, shuffle_dataset: bool) -> None:
-    """Catches rows cut before a strategy that goes on with them, packing of another order, and lost seq_lengths."""
-    rows = [{"text": text[: 7 * length]} for length in range(1, 12) for text in TEXTS]
-    options = {"packing": True, "packing_strategy": strategy, "shuffle_dataset": shuffle_dataset, "seed": 3}
-    assert_same(rows, rows, make_tokenizer(), tmp_path, max_length=32, **options)
-
-
-def test_shuffle_equals_trl(tmp_path: Path) -> None:
-    """Catches a shuffle that depends on anything but the seed."""
-    rows = [{"text": f"{number} clips"} for number in range(50)]
-    assert_same(rows, rows, make_tokenizer(), tmp_path, shuffle_dataset=True, seed=7)
+    said = {"tools": "weather", "tools as text": "weather", "variables": "Once upon a time"}
+    assert said.get(name, "") in tokenizer.decode(expected[0]["input_ids"])
 
 
 @pytest.mark.parametrize("options", [{"max_length": 40}, {"packing": True, "max_length": 64}])

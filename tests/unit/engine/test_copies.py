@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def find_flags(address: int) -> set[str]:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no kernel that tells of its mappings")
 def test_a_child_is_not_given_pinned_shards(monkeypatch):
     """Catches a data loader's worker whose fork copies the host's share of the base: seconds, and gigabytes each."""
-    monkeypatch.setattr("lorashard.engine.copies._pin", lambda tensor, device: None)
+    driver = SimpleNamespace(cudaHostRegister=lambda *args: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     pinned, _ = allocate_host(2**20, torch.device("cuda", 0))
     pageable, _ = allocate_host(2**20, CPU)
     assert "dc" in find_flags(pinned.data_ptr())  # "do not copy on fork"

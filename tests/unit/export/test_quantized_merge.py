@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import lorashard
-from lorashard import Quantization
+from lorashard.config.quantization_options import Quantization
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.states import sign_state
 from lorashard.weights.fingerprint import ADAPTER_NAME, check_quantization, read_quantization_of
@@ -169,7 +169,7 @@ def test_what_transformers_cannot_load_quantised_is_refused(tmp_path, base):
             lorashard.merge(adapter, tmp_path / "out", requantize=asked)
     with pytest.raises(ConfigError, match="live"):
         lorashard.merge(model, tmp_path / "out", quantization="int8")
-    with pytest.raises(ConfigError, match="merge_and_unload would change the base"):
+    with pytest.raises(ConfigError, match="merge_and_unload"):
         model.merge_and_unload()
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     experts = MixtralForCausalLM(

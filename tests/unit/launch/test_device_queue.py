@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from helpers.paths import ROOT
+from helpers.talking import Talking
 
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.launch import device_queue
 from lorashard.launch.device_queue import hold_devices
 from lorashard.launch.launcher import finetune
 from lorashard.runs.status import Status
@@ -26,36 +26,21 @@ from lorashard.runtime.devices import RankChoice
 
 # Holds devices in its folder's name, says which, and holds them until its stdin ends.
 HOLDER = """
-import json, os, sys, types
+import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
+from helpers.nvml import Nvml, card
 from lorashard.launch.device_queue import hold_devices
 from lorashard.runtime.devices import RankChoice
 from lorashard.errors import RunStopped
 from lorashard.launch.elastic import Signals
 from lorashard.runs.status import told_status
 
-def describe(card):
-    return types.SimpleNamespace(total=100, free=json.loads(Path(os.environ["CARDS"]).read_text())[card])
+def list_cards():
+    free = enumerate(json.loads(Path(os.environ["CARDS"]).read_text()))
+    return [card(number, memory=SimpleNamespace(total=100, free=share)) for number, share in free]
 
-class Nvml(types.ModuleType):
-    NVMLError = OSError
-    NVML_DEVICE_MIG_ENABLE, NVML_TEMPERATURE_GPU = 1, 0
-    def __getattr__(self, name):
-        answers = {
-            "nvmlInit": lambda: None,
-            "nvmlShutdown": lambda: None,
-            "nvmlDeviceGetCount": lambda: len(json.loads(Path(os.environ["CARDS"]).read_text())),
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetUUID": lambda card: f"GPU-{card}",
-            "nvmlDeviceGetName": lambda card: "H100",
-            "nvmlDeviceGetMemoryInfo": describe,
-            "nvmlDeviceGetMigMode": lambda card: (0, 0),
-            "nvmlDeviceGetTemperature": lambda card, kind: 40,
-            "nvmlDeviceGetUtilizationRates": lambda card: types.SimpleNamespace(gpu=0),
-        }
-        return answers[name]
-
-sys.modules["pynvml"] = Nvml("pynvml")
+sys.modules["pynvml"] = Nvml(list_cards)
 run, num_ranks, device_type, ids, is_count, is_queued = json.loads(sys.argv[1])
 choice = RankChoice(num_ranks, device_type, None if ids is None else tuple(ids))
 run = Path(run)
@@ -76,18 +61,12 @@ finally:
 """
 
 
-class Holder:
+class Holder(Talking):
     """A process that wants devices."""
 
     def __init__(self, run: Path, device_type: str, num: int, ids: list[int] | None, is_count: bool, is_queued: bool):
         self.run = run
-        words = [sys.executable, "-c", HOLDER, json.dumps([str(run), num, device_type, ids, is_count, is_queued])]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        super().__init__(HOLDER, json.dumps([str(run), num, device_type, ids, is_count, is_queued]))
 
     def read_status(self) -> dict[str, Any]:
         try:
@@ -100,13 +79,6 @@ class Holder:
         wait_until(lambda: self.read_status().get("queue", {}).get("place") == place, self)
         waits_for = self.read_status()["queue"]["waits_for"]
         assert all(part in waits_for for part in said), waits_for
-
-    def end(self) -> None:
-        self.process.communicate("\n", timeout=30)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 def wait_until(is_true: Callable[[], bool], who: Holder | None = None) -> None:
@@ -122,6 +94,7 @@ def queue(monkeypatch, tmp_path) -> Callable[..., Holder]:
     """Start a run that wants `cpu`, a number of GPUs, or GPUs by their ids, on a machine with four."""
     monkeypatch.setenv("LORASHARD_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("CARDS", str(tmp_path / "cards.json"))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "cards.json").write_text("[95, 95, 95, 95]")
     holders: list[Holder] = []
@@ -291,11 +264,15 @@ def test_a_ticket_that_was_deleted_is_told(queue, tmp_path):
 def test_a_folder_that_somebody_keeps_locked_holds_up_no_run(monkeypatch, tmp_path, capsys):
     """A suspended process that keeps every run of the machine from starting."""
     monkeypatch.setenv("LORASHARD_QUEUE_DIR", str(tmp_path))
-    monkeypatch.setattr(device_queue, "_PATIENCE_S", 0.1)
-    queue = device_queue._Queue(tmp_path)
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", lambda s: now_s.append(now_s.pop() + s))
     status = Status.begin(tmp_path)
-    with queue._locked(1), hold_devices("run", RankChoice(1, "cpu"), status, is_count=False, is_queued=False):
-        assert "keeps the folder locked" in capsys.readouterr().err
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with hold_devices("run", RankChoice(1, "cpu"), status, is_count=False, is_queued=False):
+            assert "folder locked" in capsys.readouterr().err
+    assert 1 < now_s[0] < 10
 
 
 def test_a_queue_is_refused_in_ranks_that_are_there_already(monkeypatch, tmp_path):

@@ -35,10 +35,10 @@ with LogMirror(log, None):
 # A run of 40 steps as its launcher shows it; the log is given in pieces, one of which ends within a line.
 RUN = """
 import pathlib, sys, time
-from lorashard import progress, terminal
+from lorashard.launch import log_mirror as terminal
 from lorashard.runs.status import show_status
-progress._REDRAW_S = terminal._DRAW_INTERVAL_S = 0.05
-terminal.LiveBar = lambda screen: progress.LiveBar(screen, silent_s=0.0)
+clock = time.monotonic
+time.monotonic = lambda: 20 * clock()  # bars come sooner, and more often
 log = pathlib.Path(sys.argv[1]).open("w", buffering=1)
 facts = {"phase": "load", "progress": {"done": 1, "total": 5, "unit": "units"}}
 with terminal.LogMirror(pathlib.Path(sys.argv[1]), None, lambda bar: show_status(facts, bar)) as mirror:
@@ -55,8 +55,8 @@ with terminal.LogMirror(pathlib.Path(sys.argv[1]), None, lambda bar: show_status
 """
 # A rank that has the terminal itself, as under torchrun: its bar is on stdout, what it warns of on stderr.
 RANK = """
-import logging, sys
-from lorashard import progress
+import itertools, logging, sys, time
+from lorashard.runtime import progress
 from lorashard.runtime.output import say, warn
 strict = logging.getLogger("strict")
 strict.addHandler(logging.StreamHandler())
@@ -69,7 +69,7 @@ own.propagate = False
 last = logging.getLogger("last")  # as torch's has it: a handler whose stream is always today's stderr
 last.addHandler(logging._StderrHandler("WARNING"))
 last.propagate = False
-progress._REDRAW_S = 0
+time.monotonic = itertools.count().__next__  # each time the bar is shown it is time to draw it
 bar = progress.LiveBar(sys.stdout, silent_s=0.0)
 def show(step):
     bar.show("training", step, 40, "steps")

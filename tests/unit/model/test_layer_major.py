@@ -34,13 +34,13 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from lorashard.engine.autograd import is_in_backward
 from lorashard.errors import ConfigError
 from lorashard.model.cuts import RowCut, SequenceCut, find_mask_starts, find_position_starts
 from lorashard.model.layer_major import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
 NUM_LAYERS = 3
-CHECKPOINTING = ("off", "non-reentrant", "reentrant")
 _SIZES = dict(
     vocab_size=VOCAB_SIZE,
     hidden_size=32,
@@ -60,6 +60,18 @@ FAMILIES: dict[str, Any] = {
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_GEMMA | {"num_hidden_layers": 4})),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**_GPT2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)),
 }
+
+
+# Family, attention, activation checkpointing, rows or sequences of a piece.
+CASES = (
+    ("llama", "sdpa", "off", 2),
+    ("llama", "eager", "non-reentrant", 1),
+    ("qwen3", "sdpa", "reentrant", 2),
+    ("mixtral", "eager", "off", 1),
+    ("gemma2", "eager", "reentrant", 1),
+    ("gemma3", "sdpa", "non-reentrant", 2),
+    ("gpt2", "sdpa", "off", 2),
+)
 
 
 def build(family: str = "llama", checkpointing: str = "off", attention: str = "sdpa") -> PeftModel:
@@ -85,7 +97,7 @@ def count_pieces(model: nn.Module) -> list[int]:
     layer = find_decoder_stack(model)[1][0]
 
     def add(module: nn.Module, args: Any) -> None:
-        count[0] += torch._C._current_graph_task_id() == -1  # not while it is recomputed
+        count[0] += not is_in_backward()  # not while it is recomputed
 
     layer.mlp.register_forward_pre_hook(add)
     return count
@@ -118,31 +130,23 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pieces_of_a_batch_give_the_whole_batchs_gradients(family):
-    """Rows in the wrong order, a mask or position that belongs to other rows, a row too many in the last piece."""
-    batch = make_padded_batch()
-    expected = take_results(build(family), batch)
-    for checkpointing, rows in zip(CHECKPOINTING, (2, 2, 1), strict=True):
-        model = split(build(family, checkpointing), rows)
-        count = count_pieces(model)
-        assert_close(take_results(model, batch), expected)
-        assert count == [-(-5 // rows)]
+def check(batch: dict[str, Any], size: int, num_pieces: int, family: str = "llama", **options: Any) -> None:
+    """Compare a model that is split with the whole one."""
+    attention = options.get("attention", "sdpa")
+    model = split(build(family, **options), size)
+    count = count_pieces(model)
+    assert_close(take_results(model, batch), take_results(build(family, attention=attention), batch))
+    assert count == [num_pieces]
 
 
-@pytest.mark.parametrize("attention", ("sdpa", "eager"))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pieces_of_a_packed_row_give_the_whole_rows_gradients(family, attention):
-    """A sequence cut in two, one that sees another's tokens, a position that does not begin anew."""
-    batch = make_packed_batch()
-    expected = take_results(build(family, attention=attention), batch)
-    for checkpointing, sequences in zip(CHECKPOINTING, (2, 2, 1), strict=True):
-        model = split(build(family, checkpointing, attention), sequences)
-        count = count_pieces(model)
-        assert_close(take_results(model, batch), expected)
-        assert count == [-(-5 // sequences)]
-    without_lengths = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
-    assert_close(take_results(split(build(family, attention=attention), 2), without_lengths), expected)
+@pytest.mark.parametrize(("family", "attention", "checkpointing", "size"), CASES)
+def test_pieces_give_the_whole_batchs_gradients(family, attention, checkpointing, size):
+    """Rows in the wrong order, a mask or position that belongs to other rows, a row too many in the last piece; of a
+    packed row a sequence cut in two, one that sees another's tokens, a position that does not begin anew."""
+    packed = make_packed_batch()
+    without_lengths = {name: packed[name] for name in ("input_ids", "labels", "position_ids")}
+    for batch in (make_padded_batch(), packed, without_lengths):
+        check(batch, size, -(-5 // size), family, checkpointing=checkpointing, attention=attention)
 
 
 def flash_by_loops(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, position_ids=None, **kwargs):
@@ -164,7 +168,7 @@ def test_a_packed_row_without_a_mask_is_cut_where_flash_attention_cuts():
         results = []
         for sequences in (None, 1, 2, 4):
             model = build()
-            model.get_base_model().config._attn_implementation = "flash_by_loops"
+            model.get_base_model().config._attn_implementation = "flash_by_loops"  # no package has it
             count = count_pieces(model)
             if sequences is not None:
                 split(model, sequences)
@@ -191,19 +195,16 @@ def test_tensors_that_change_in_place_are_read_again():
     assert_close(take_results(model, batch), take_results(build(), changed))
 
 
-def test_rows_of_several_packed_sequences_are_cut_by_rows():
-    """Positions that begin anew within rows must not be taken for a packed row's."""
+def test_what_looks_like_something_else_is_cut_by_rows():
+    """Positions that begin anew within rows, taken for a packed row's; what has the batch's size by chance: positions
+    of [tokens], a mask of [rows, tokens]."""
     batch = make_batch(rows=3, tokens=10) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]] * 3)}
     batch["position_ids"][1] = torch.arange(10)
-    assert_close(take_results(split(build(), 2), batch), take_results(build(), batch))
-
-
-def test_as_many_tokens_as_rows_are_no_rows():
-    """What has the batch's size by chance: positions of [tokens], a mask of [rows, tokens]."""
+    check(batch, 2, 2)
     batch = make_padded_batch(rows=4, tokens=4)
     batch |= {"cache_position": torch.arange(4), "num_items_in_batch": torch.tensor(9)}
-    for family in ("llama", "qwen3", "gemma3"):
-        assert_close(take_results(split(build(family), 1), batch), take_results(build(family), batch))
+    for family in ("llama", "gemma3"):
+        check(batch, 1, 4, family)
 
 
 def test_accumulated_microbatches_give_the_same():
@@ -217,8 +218,11 @@ def test_accumulated_microbatches_give_the_same():
     assert_close(take_gradients(model), take_gradients(accumulated))
 
 
-@pytest.mark.parametrize("batch", (make_padded_batch(), make_packed_batch()), ids=("rows", "packed"))
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    ("checkpointing", "batch"),
+    (("off", make_padded_batch()), ("non-reentrant", make_packed_batch()), ("reentrant", make_padded_batch())),
+    ids=("rows", "packed", "reentrant"),
+)
 def test_router_logits_are_one_a_layer(checkpointing, batch):
     """transformers' hooks record a router's logits once a piece, which the auxiliary loss does not expect."""
     results = []
@@ -243,7 +247,7 @@ def test_recorded_attentions_and_hidden_states_are_one_a_layer():
     for name in ("attentions", "hidden_states"):
         expected, found = ({str(i): t.detach() for i, t in enumerate(output[name])} for output in outputs)
         assert_close(found, expected)
-    with pytest.raises(ConfigError, match="what it records as attentions .* cannot be put together"):
+    with pytest.raises(ConfigError, match="attentions"):
         split(build(attention="eager"), 2)(**make_packed_batch(), output_attentions=True)
 
 
@@ -281,32 +285,25 @@ def test_arguments_come_by_position_or_by_name_and_tuples_come_back():
 
 def test_evaluation_is_split_too():
     """Evaluation of a large batch takes a unit's memory as well."""
-    batch = make_padded_batch()
     model, plain = split(build(), 2).eval(), build().eval()
-    for context in (torch.no_grad, torch.inference_mode):
-        for inputs, num_pieces in ((batch, 3), (make_packed_batch(), 3)):
-            count = count_pieces(model)
-            with context():
-                torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-6)
-            assert count == [num_pieces]
+    for context, batch in ((torch.no_grad, make_padded_batch()), (torch.inference_mode, make_packed_batch())):
+        count = count_pieces(model)
+        with context():
+            torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-5, atol=1e-6)
+        assert count == [3]
 
 
-def test_a_cache_keeps_the_batch_whole():
-    """A cache that each piece adds its rows to would hold other rows' keys."""
+def test_a_cache_keeps_the_batch_whole_unless_it_is_dropped():
+    """A cache that each piece adds its rows to would hold other rows' keys. Under activation checkpointing transformers
+    drops it inside of the checkpoint; outside of it, it would keep every training batch whole."""
     batch = make_batch(rows=3)
     model, plain = split(build(), 1).eval(), build().eval()
     count = count_pieces(model)
     tokens = [m.generate(batch["input_ids"], max_new_tokens=4, do_sample=False, use_cache=True) for m in (model, plain)]
-    assert torch.equal(*tokens)
-    assert count == [4]
-
-
-def test_a_cache_is_dropped_under_activation_checkpointing():
-    """transformers drops it inside of the checkpoint; outside of it, it would keep every training batch whole."""
-    batch = make_batch(rows=4) | {"past_key_values": DynamicCache()}
+    assert torch.equal(*tokens) and count == [4]
     model = split(build(checkpointing="non-reentrant"), 2)
     count = count_pieces(model)
-    assert_close(take_results(model, batch), take_results(build(), make_batch(rows=4)))
+    assert_close(take_results(model, batch | {"past_key_values": DynamicCache()}), take_results(build(), batch))
     assert count == [2]
 
 
@@ -329,29 +326,35 @@ def test_a_copy_runs_its_own_layers():
 
 def test_a_layer_that_checkpoints_its_call_checkpoints_pieces(monkeypatch):
     """Before 5.20 transformers checkpoints around the hooks: all rows would be recomputed, and be alive, at once."""
-
-    def checkpoint_call(self: Toy, *args: Any, **kwargs: Any) -> Any:
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(partial(nn.Module.__call__, self, **kwargs), *args)
-        return nn.Module.__call__(self, *args, **kwargs)
-
-    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", checkpoint_call)
-    monkeypatch.setattr(GradientCheckpointingLayer, "__init_subclass__", lambda: None)
-    monkeypatch.setattr(Toy, "forward", getattr(Toy.forward, "__wrapped__", Toy.forward))
-    toy = split_toy()
     recomputed: list[int] = []
 
     def checkpoint(function: Any, hidden: torch.Tensor) -> Any:
         recomputed.append(len(hidden))
         return torch.utils.checkpoint.checkpoint(function, hidden, use_reentrant=False)
 
-    toy.gradient_checkpointing, toy._gradient_checkpointing_func = True, checkpoint
-    visits = []
-    toy.register_forward_hook(lambda *args: visits.append(torch._C._current_graph_task_id()))
+    class OldLayer(nn.Module):
+        gradient_checkpointing = True
+        _gradient_checkpointing_func = staticmethod(checkpoint)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(nn.Module.__call__, self, **kwargs), *args)
+
+    class OldToy(OldLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.toy = Toy()
+
+        def forward(self, hidden, past_key_values=None):
+            return self.toy(hidden)
+
+    monkeypatch.setattr("lorashard.model.layer_major.GradientCheckpointingLayer", OldLayer)
+    layer, visits = OldToy(), []
+    split_layers([layer], 2)
+    layer.register_forward_hook(lambda *args: visits.append(is_in_backward()))
     hidden = torch.randn(5, 3, 4, requires_grad=True)
-    toy(hidden, past_key_values=object())[0].sum().backward()
-    assert recomputed == [2, 2, 1] and visits == [-1] and toy.num_runs == 2 * 3
-    assert isinstance(toy, Toy) and type(toy).__name__ == "Toy"
+    layer(hidden, past_key_values=object())[0].sum().backward()
+    assert recomputed == [2, 2, 1] and visits == [False] and layer.toy.num_runs == 2 * 3
+    assert isinstance(layer, OldToy) and type(layer).__name__ == "OldToy"
 
 
 @pytest.mark.parametrize("batch", (make_batch(rows=4), make_packed_batch()), ids=("rows", "packed"))
@@ -359,7 +362,7 @@ def test_activation_checkpointing_around_a_layer_is_refused(batch):
     """It would recompute all rows at once: right gradients, and none of the memory saved."""
     model = build_model(checkpointing="around-call")
     loss = split(model, 1)(**batch, use_cache=False).loss
-    with pytest.raises(ConfigError, match="activation checkpointing surrounds the whole layer"):
+    with pytest.raises(ConfigError, match="activation checkpointing"):
         loss.backward()
 
 
@@ -370,18 +373,18 @@ def test_what_cannot_be_cut_is_refused():
     block_mask = type("BlockMask", (), {})()
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     for message, arguments in (
-        (r"'extra' \(a tensor of shape \[4\]\)", dict(hidden=hidden, extra=torch.zeros(4))),
-        (r"'extra' \(a tensor of shape \[4, 4\]\)", dict(hidden=hidden, extra=torch.zeros(4, 4))),
-        (r"'extra' \(a tensor of shape \[8, 1, 4\]\)", dict(hidden=hidden, extra=torch.zeros(8, 1, 4))),
+        (r"'extra' .*\[4\]", dict(hidden=hidden, extra=torch.zeros(4))),
+        (r"'extra' .*\[4, 4\]", dict(hidden=hidden, extra=torch.zeros(4, 4))),
+        (r"'extra' .*\[8, 1, 4\]", dict(hidden=hidden, extra=torch.zeros(8, 1, 4))),
         (r"'extra' \(a dict\)", dict(hidden=hidden, extra={})),
         (r"'attention_mask' .a BlockMask.*attn_implementation='sdpa'", dict(hidden=hidden, attention_mask=block_mask)),
         (r"'attention_mask' .a BlockMask", dict(hidden=row, attention_mask=block_mask, **packed)),
         (r"'position_ids' .*\[4, 4, 3\]", dict(hidden=hidden, position_ids=torch.zeros(4, 4, 3))),
         (r"'alibi' .*\[4, 1, 4\]", dict(hidden=hidden, alibi=torch.zeros(4, 1, 4))),
-        (r"as \[batch, tokens, hidden\], found a tensor of shape \[4, 4\]", dict(hidden=hidden[0])),
-        (r"packs 3 sequences and no mask keeps them apart", dict(hidden=row, **packed)),
+        (r"\[batch, tokens, hidden\], found .*\[4, 4\]", dict(hidden=hidden[0])),
+        (r"packs 3 sequences", dict(hidden=row, **packed)),
         (r"'extra' .*\[6\]", dict(hidden=row, attention_mask=block_diagonal(2, 2, 2), extra=torch.zeros(6))),
-        (r"cu_seq_lens_q: expected to rise from 0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
+        (r"cu_seq_lens_q: .*0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
         (r"not their own", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 4, 6]), attention_mask=mask)),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -397,16 +400,16 @@ def test_outputs_that_cannot_be_put_together_are_refused():
         (lambda hidden, extra: hidden.expand(4, 3, 4), r"shape \[4, 3, 4\]"),
         (lambda hidden, extra: {"hidden": hidden}, "a dict"),
     ):
-        with pytest.raises(ConfigError, match=f"its output .*{message}.* cannot be put together"):
+        with pytest.raises(ConfigError, match=f"output .*{message}"):
             split_toy(1, run=run)(hidden)
 
 
 def test_layers_are_split_once_and_by_a_positive_number():
     """Splitting pieces again, or another's wrapper lost, would go unnoticed."""
     toy = split_toy()
-    with pytest.raises(ConfigError, match="Toy with its class's forward, found one that is replaced"):
+    with pytest.raises(ConfigError, match="Toy .*forward"):
         split_layers([toy], 2)
-    with pytest.raises(ConfigError, match="expected a positive number of rows, found 0"):
+    with pytest.raises(ConfigError, match="rows, found 0"):
         split_layers([Toy()], 0)
 
 
@@ -414,7 +417,7 @@ def block_diagonal(*lengths: int) -> torch.Tensor:
     return torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None, None]
 
 
-def test_sequences_are_found_in_the_mask():
+def test_sequences_are_found_in_masks_and_positions():
     """A cut through a sequence, or at every padding token of a row, which nothing sees and which sees nothing."""
     for mask, expected in (
         (block_diagonal(3, 1, 2), [0, 3, 4]),
@@ -427,11 +430,7 @@ def test_sequences_are_found_in_the_mask():
     ):
         additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
         assert find_mask_starts(mask) == find_mask_starts(additive) == find_mask_starts(additive * 2) == expected
-
-
-def test_positions_need_not_begin_at_the_least():
-    """The first sequence of a row begins with the row."""
-    assert find_position_starts(torch.tensor([[4, 5, 0, 1, 2, 0]])) == [0, 2, 5]
+    assert find_position_starts(torch.tensor([[4, 5, 0, 1, 2, 0]])) == [0, 2, 5]  # the first begins with the row
 
 
 def test_each_argument_is_cut_along_its_own_dimension():

@@ -138,18 +138,14 @@ def test_an_encoder_is_another_tower():
 def test_layers_that_are_not_found_are_named():
     """A model that cannot be sharded although a person could tell where its layers are."""
     model = build_odd("attributes")
-    with pytest.raises(
-        CheckpointError, match="no decoder layers found in OddForCausalLM.*unit_paths, such as"
-    ) as caught:
+    with pytest.raises(CheckpointError, match="OddForCausalLM.*unit_paths") as caught:
         find(model)
     assert "\n" not in str(caught.value)
     name_units(model, ["block_*"])
     structure = find(model)
     assert names_of(structure, LAYER) == [f"block_{i}" for i in range(NUM_BLOCKS)]
     assert weights_of(structure, HEAD) == ["norm.weight", "norm.bias", "head.weight"]
-    with pytest.raises(
-        CheckpointError, match="expected the layers of OddForCausalLM to be the items of one nn.ModuleList"
-    ):
+    with pytest.raises(CheckpointError, match="OddForCausalLM .*one nn.ModuleList"):
         find_decoder_stack(model)
 
 
@@ -178,18 +174,17 @@ def test_units_may_be_parts_of_layers():
 @pytest.mark.parametrize(
     ("unit_paths", "message"),
     (
-        (["model.layer"], "'model.layer' is no module of LlamaForCausalLM; the nearest is 'model.layers'"),
-        (["model.*.mlp"], "'model.*.mlp' is no module"),
-        (["model.layers", "model.layers.2.mlp"], "'model.layers.2.mlp' lies inside of 'model.layers.2'"),
-        (["model.rotary_emb"], "expected modules with weights, but 'model.rotary_emb' has none"),
-        ([], "expected the path of a module, or several, found none"),
+        (["model.layer"], "'model.layer' .*LlamaForCausalLM; .*'model.layers'"),
+        (["model.*.mlp"], r"'model\.\*\.mlp' "),
+        (["model.layers", "model.layers.2.mlp"], "'model.layers.2.mlp' .*'model.layers.2'"),
+        (["model.rotary_emb"], "with weights, .*'model.rotary_emb'"),
+        ([], "found none"),
     ),
 )
 def test_wrong_unit_paths_are_explained(unit_paths, message):
     """A misspelt path that leaves its weights to the embedding, in silence."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^unit_paths: .*{message}"):
         name_units(build_model(), unit_paths)
-    assert message in str(caught.value) and str(caught.value).startswith("unit_paths: ")
 
 
 def test_unit_paths_reach_the_resolved_placement():
@@ -200,7 +195,5 @@ def test_unit_paths_reach_the_resolved_placement():
 
 def test_a_model_of_another_kind_is_refused():
     """transformers' own message lists every config class that it knows."""
-    with pytest.raises(
-        ConfigError, match="known to AutoModelForCausalLM or AutoModelForImageTextToText, found .* 't5'"
-    ):
+    with pytest.raises(ConfigError, match="AutoModelForCausalLM.*AutoModelForImageTextToText.* 't5'"):
         choose_auto_class(T5Config(), "CAUSAL_LM")

@@ -18,7 +18,7 @@ from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.trace import Microbatch, trace
 from lorashard.planning.tracker import Tracker
 
-CPU_BUDGET_S = 100  # each case is planned, and measured with torch's profiler
+CPU_BUDGET_S = 60  # each case is planned, and measured with torch's profiler
 CPU = Microbatch(num_rows=2, row_tokens=96, device_type="cpu")
 
 
@@ -43,10 +43,11 @@ def measure_training(model: PeftModel, microbatch: Microbatch) -> int:
     return measure_peak(lambda: compute_loss(model, microbatch).backward())
 
 
-def test_code_without_a_module_is_planned(monkeypatch):
+def test_code_without_a_module_is_planned():
     """Catches a KeyError where a model's code was read from a file and never imported under its name."""
-    model = build_meta(build_sized("llama"))
-    monkeypatch.setattr(type(model.get_base_model()), "__module__", "nowhere")
+    model = build_meta(build_sized("llama", num_hidden_layers=1))
+    base = model.get_base_model()
+    base.__class__ = type("Remote", (type(base),), {"__module__": "nowhere"})
     assert trace(model, CPU).peak_bytes > 0
 
 
@@ -64,21 +65,31 @@ def build_mistral(dtype: torch.dtype):
     return MistralForCausalLM(config).to(dtype)
 
 
-@pytest.mark.parametrize("checkpointing", ({}, None), ids=("checkpointing", "saving"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(
-    ("family", "rows", "tokens", "dropout", "has_mask"),
-    (
-        ("llama", 2, 96, 0.0, False),
-        ("llama", 3, 64, 0.1, True),
-        ("qwen3", 1, 192, 0.1, False),
-        ("mistral", 4, 48, 0.0, True),
-    ),
+# Family, rows, tokens of each, dropout, whether there is a mask.
+PLAIN, MASKED = ("llama", 2, 96, 0.0, False), ("llama", 3, 64, 0.1, True)
+LONG, MANY = ("qwen3", 1, 192, 0.1, False), ("mistral", 4, 48, 0.0, True)
+CASES = (
+    (PLAIN, torch.bfloat16, {}),
+    (MASKED, torch.float32, {}),
+    (LONG, torch.float32, None),
+    (MANY, torch.bfloat16, None),
 )
-def test_predicted_activations_are_what_training_allocates(
-    family, rows, tokens, dropout, has_mask, dtype, checkpointing
-):
+OTHERS = (
+    (PLAIN, torch.float32, None),
+    (MASKED, torch.bfloat16, None),
+    (LONG, torch.bfloat16, {}),
+    (MANY, torch.float32, {}),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "checkpointing"),
+    (*CASES, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)),
+    ids=str,
+)
+def test_predicted_activations_are_what_training_allocates(case, dtype, checkpointing):
     """Catches what a formula forgets: fp32 copies for LoRA, dropout's masks, rotary embeddings, recomputation."""
+    family, rows, tokens, dropout, has_mask = case
     microbatch = replace(CPU, num_rows=rows, row_tokens=tokens, checkpointing=checkpointing, has_mask=has_mask)
 
     def build():
@@ -89,14 +100,13 @@ def test_predicted_activations_are_what_training_allocates(
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("loss", ("fused", "model"))
-def test_a_large_vocabulary_is_in_the_peak(dtype, loss):
+@pytest.mark.parametrize(("loss", "dtype"), (("fused", torch.bfloat16), ("model", torch.float32)), ids=str)
+def test_a_large_vocabulary_is_in_the_peak(loss, dtype):
     """Catches logits that are left out, or counted once where training holds them several times."""
     microbatch = replace(CPU, loss=loss, row_tokens=256)
 
     def build():
-        return build_sized("llama", dtype, vocab_size=4096, num_hidden_layers=2)
+        return build_sized("llama", dtype, vocab_size=4096, num_hidden_layers=1)
 
     predicted = trace(build_meta(build()), microbatch)
     measured_bytes = measure_training(build_trained(build(), microbatch), microbatch)
@@ -104,26 +114,27 @@ def test_a_large_vocabulary_is_in_the_peak(dtype, loss):
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("checkpointing", ({}, None), ids=("checkpointing", "saving"))
-def test_a_few_layers_tell_of_all(checkpointing):
-    """Catches an extrapolation that counts a layer too often or too seldom: the error grows with depth."""
-    microbatch = replace(CPU, checkpointing=checkpointing)
-    deep = build_sized("llama", num_hidden_layers=24)
-    predicted = trace(build_meta(deep), microbatch)
-    measured_bytes = measure_training(build_trained(deep, microbatch), microbatch)
-    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.05)
-    assert len(predicted.forward) == len(predicted.backward) == 24
-
-
-def test_layers_of_other_kinds_are_told_apart():
-    """Catches the first layers taken for all where every second is checkpointed."""
-    microbatch = replace(CPU, checkpointing={"every_n_layers": 2})
-    base = build_sized("llama", num_hidden_layers=8)
-    saved_bytes = {
-        name: trace(build_meta(base), replace(CPU, checkpointing=options)).saved_bytes
-        for name, options in (("all", {}), ("none", None), ("half", microbatch.checkpointing))
+def test_a_few_layers_tell_of_all():
+    """Catches an extrapolation that counts a layer too often or too seldom, takes the first layers for all where every
+    second is checkpointed, or counts boundary activations where transformers sends them to the host."""
+    deep = build_sized("llama", num_hidden_layers=10)
+    found = {
+        name: trace(build_meta(deep), replace(CPU, checkpointing=options))
+        for name, options in (
+            ("all", {}),
+            ("none", None),
+            ("half", {"every_n_layers": 2}),
+            ("offloaded", {"offload": True}),
+        )
     }
-    assert saved_bytes["half"] == pytest.approx((saved_bytes["all"] + saved_bytes["none"]) / 2, rel=0.1)
+    for name, checkpointing in (("all", {}), ("none", None)):
+        microbatch = replace(CPU, checkpointing=checkpointing)
+        measured_bytes = measure_training(build_trained(build_sized("llama", num_hidden_layers=10), microbatch), CPU)
+        assert found[name].peak_bytes == pytest.approx(measured_bytes, rel=0.05)
+        assert len(found[name].forward) == len(found[name].backward) == 10
+    half_bytes = (found["all"].saved_bytes + found["none"].saved_bytes) / 2
+    assert found["half"].saved_bytes == pytest.approx(half_bytes, rel=0.1)
+    assert found["offloaded"].saved_bytes < found["all"].saved_bytes / 4
 
 
 def test_experts_are_traced():
@@ -132,7 +143,7 @@ def test_experts_are_traced():
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
@@ -157,23 +168,15 @@ def test_work_is_that_of_the_parameters():
 
 def test_rows_that_take_turns_need_less_inside_a_layer():
     """Catches a plan that ignores layer_microbatch_size, or forgets that the batch itself stays."""
-    base = build_sized("llama", dtype=torch.bfloat16)
-    microbatch = replace(CPU, num_rows=8)
-    whole, parts = (trace(build_meta(base), replace(microbatch, layer_rows=rows)) for rows in (None, 2))
+    base = build_sized("llama", num_hidden_layers=2)
+    microbatch = replace(CPU, num_rows=4)
+    whole, parts = (trace(build_meta(base), replace(microbatch, layer_rows=rows)) for rows in (None, 1))
     assert parts.saved_bytes == pytest.approx(whole.saved_bytes, rel=0.01)
     assert parts.layer_bytes < whole.layer_bytes / 2
     model = build_trained(base, microbatch)
-    split_layers(find_decoder_stack(model)[1], 2)
+    split_layers(find_decoder_stack(model)[1], 1)
     assert parts.peak_bytes == pytest.approx(measure_training(model, microbatch), rel=0.1)
     assert parts.forward[0].flops == pytest.approx(whole.forward[0].flops, rel=0.05)
-
-
-def test_offloaded_activations_leave_the_device():
-    """Catches boundary activations counted where transformers sends them to the host."""
-    base = build_sized("llama", num_hidden_layers=12)
-    kept = trace(build_meta(base), CPU).saved_bytes
-    offloaded = trace(build_meta(base), replace(CPU, checkpointing={"offload": True})).saved_bytes
-    assert offloaded < kept / 4
 
 
 def test_cuda_keeps_a_byte_where_the_cpu_keeps_a_number():
@@ -186,14 +189,12 @@ def test_cuda_keeps_a_byte_where_the_cpu_keeps_a_number():
     assert saved["cuda"] < saved["cpu"] * 0.95
 
 
-def test_code_that_looks_at_numbers_is_a_sentence(monkeypatch):
+def test_code_that_looks_at_numbers_is_a_sentence():
     """Catches torch's own error, which says nothing of planning, and a model silently planned without activations."""
-    base = build_sized("llama")
-    model = build_meta(base)
+    model = build_meta(build_sized("llama", num_hidden_layers=1))
     layer = model.get_base_model().model.layers[0]
-    original = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda hidden, **options: original(hidden * hidden.sum().item(), **options))
-    with pytest.raises(ConfigError, match="cannot be planned: its forward does not run without numbers"):
+    layer.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot"):
         trace(model, replace(CPU, checkpointing=None))
 
 

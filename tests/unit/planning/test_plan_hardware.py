@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.cli import run_cli
-from helpers.planning import LORA
+from helpers.planning import LORA, measure_peak
 from helpers.tiny import build_base
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import LlamaConfig
 
 from lorashard.cli import main
@@ -20,28 +19,9 @@ from lorashard.errors import CheckpointError, ConfigError
 from lorashard.planning.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
 from lorashard.planning.probe import probe
 from lorashard.planning.run_plan import describe_training
-from lorashard.planning.size import build_meta_model, compare_with_headers, measure_model
-from lorashard.planning.trace import trace
+from lorashard.planning.size import ModelSize, build_meta_model, compare_with_headers, measure_model
 
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def traced() -> dict:
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def trace_once(traced, monkeypatch):
-    """Let plans of the same model and microbatch share what is traced."""
-
-    def remember(model, microbatch, quantization=None):
-        key = (str(model), model.dtype, repr(microbatch), quantization)
-        if key not in traced:
-            traced[key] = trace(model, microbatch, quantization)
-        return traced[key]
-
-    monkeypatch.setattr("lorashard.planning.auto.trace", remember)
 
 
 @pytest.fixture
@@ -108,9 +88,9 @@ def test_help_of_a_plan_is_answered_without_heavy_imports():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu_type", "h100"], "did you mean h100-sxm or h100-pcie?"),
-        (["--gpu_type", "RTX_4090"], "did you mean rtx4090?"),
-        (["--gpu_memory", "plenty"], "gpu_memory: expected an amount such as 24GiB"),
+        (["--gpu_type", "h100"], "h100-sxm or h100-pcie?"),
+        (["--gpu_type", "RTX_4090"], "rtx4090?"),
+        (["--gpu_memory", "plenty"], "24GiB"),
         (["--nodes", "0"], "nodes"),
         (["--gpu_typ", "l4"], "unknown option 'gpu_typ'"),
         ([], "no model_name_or_path"),
@@ -143,37 +123,37 @@ def test_options_of_a_run_change_its_plan(base, capsys):
     """Catches options that the plan does not read."""
 
     def plan(*words: str) -> dict:
+        """Return the row of shards of all layers."""
         assert main(plan_words(base, "--json", *words)) == 0
-        found = json.loads(capsys.readouterr().out)
-        return found["rows"][found["chosen"]]
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        shards = (row for row in rows if row["placement"]["placement"] == "shard")
+        return next(row for row in shards if not row["placement"]["resident_layers"])
 
     plain = plan()
-    assert plan("--per_device_train_batch_size", "32")["activation_bytes"] > 2 * plain["activation_bytes"]
-    assert plan("--activation_checkpointing", "false")["activation_bytes"] > plain["activation_bytes"]
-    assert plan("--lora_r", "64")["adapter_bytes"] > 3 * plain["adapter_bytes"]
-    assert plan("--dtype", "float32")["rest_bytes"] > 1.8 * plain["rest_bytes"]
-    assert plan("--optim", "adamw_bnb_8bit")["adapter_bytes"] < plain["adapter_bytes"]
-    sharded = plan("--placement", "shard")
-    assert sharded["gathered_bytes"] > 0
-    assert (
-        plan("--placement", "shard", "--gradient_accumulation_steps", "4")["gathered_bytes"]
-        == 4 * sharded["gathered_bytes"]
-    )
-    assert plan("--placement", "shard", "--prefetch", "3")["slot_bytes"] > sharded["slot_bytes"]
+    large = plan("--per_device_train_batch_size", "32", "--lora_r", "64", "--dtype", "float32")
+    assert large["activation_bytes"] > 2 * plain["activation_bytes"]
+    assert large["adapter_bytes"] > 3 * plain["adapter_bytes"]
+    assert large["rest_bytes"] > 1.8 * plain["rest_bytes"]
+    words = ("--gradient_accumulation_steps", "4", "--activation_checkpointing", "false", "--optim", "adamw_bnb_8bit")
+    other = plan(*words)
+    assert other["gathered_bytes"] == 4 * plain["gathered_bytes"] > 0
+    assert other["activation_bytes"] > plain["activation_bytes"]
+    assert other["adapter_bytes"] < plain["adapter_bytes"]
+    assert plan("--prefetch", "3")["slot_bytes"] > plain["slot_bytes"]
 
 
 def test_without_gpus_and_names_a_plan_says_what_to_give(base, capsys):
     """Catches a plan for hardware that nobody named."""
     assert main(["plan", "--model", base, "--gpus", "3", "--max_length", "64"]) == 2
     error = capsys.readouterr().err
-    assert "3 GPUs are to be planned for" in error and "--gpu_type (a100-40gb" in error
+    assert "3 GPUs" in error and "--gpu_type (a100-40gb" in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose speeds count")
 def test_memory_alone_is_planned_for_with_a_note(base, capsys):
     """Catches speeds of some card taken for granted."""
     assert main(["plan", "--model", base, "--gpus", "4", "--gpu_memory", "24GiB", "--max_length", "64"]) == 0
-    assert "note: no such GPUs are here, so their speeds are those of" in capsys.readouterr().out
+    assert "note: no such" in capsys.readouterr().out
 
 
 def test_ranks_on_the_cpu_are_planned_for(base, tmp_path, monkeypatch, capsys):
@@ -206,39 +186,26 @@ def test_other_weights_than_the_config_describes_are_told(tmp_path):
     assert compare() is None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
-    assert "the weight files hold" in compare()
+    assert "weight files hold" in compare()
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="Expected a config.json in"):
         compare()
 
 
-def test_the_largest_models_are_sized_in_seconds(tmp_path, capsys):
+def test_the_largest_models_are_sized_without_memory(tmp_path):
     """Catches a plan that builds adapters, or anything else of a 405B, in memory."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-    )
-    config.save_pretrained(tmp_path / "large")
-    begin_s = os.times().user
-    words = [
-        "plan",
-        "--model",
-        str(tmp_path / "large"),
-        "--gpu_type",
-        "h100-sxm",
-        "--gpus",
-        "8",
-        "--nodes",
-        "16",
-        "--json",
-    ]
-    assert main([*words, "--per_device_train_batch_size", "1"]) == 0
-    assert os.times().user - begin_s < 12
-    assert "405.85 B parameters" in json.loads(capsys.readouterr().out)["model"]
+    sizes = dict(vocab_size=128256, hidden_size=16384, intermediate_size=53248, num_hidden_layers=2)
+    LlamaConfig(**sizes, num_attention_heads=128, num_key_value_heads=8).save_pretrained(tmp_path)
+    found: list[tuple[PeftModel, ModelSize]] = []
+
+    def size() -> None:
+        model = build_meta_model(str(tmp_path), LoraConfig(**LORA), torch.bfloat16)
+        found.append((model, measure_model(model)))
+
+    assert measure_peak(size) < 1.1 * 128256 * 16384 * 2  # a weight at a time, to which nothing is written
+    model, sized = found[0]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sized.base_bytes > 19 * GIB and 2**20 < sized.adapter_bytes < GIB
 
 
 def test_a_microbatch_is_what_the_options_say():
@@ -254,7 +221,7 @@ def test_a_microbatch_is_what_the_options_say():
     assert describe(packing=True, per_device_train_batch_size=1).has_mask
     assert describe(activation_checkpointing=False).checkpointing is None
     assert describe(label_smoothing_factor=0.1).loss == "model"
-    with pytest.raises(ConfigError, match="max_length: planning needs the length"):
+    with pytest.raises(ConfigError, match="max_length: "):
         describe(max_length=None)
     config = RunConfig(model="m", max_length=None)
     training = describe_training(config, "cuda", 2, longest_tokens=300, epoch_tokens=1000)

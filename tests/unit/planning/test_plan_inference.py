@@ -11,7 +11,6 @@ from transformers import LlamaConfig
 from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
-from lorashard.planning import inference
 from lorashard.planning.auto import BaseModel
 from lorashard.planning.batches import count_row_bytes, plan_batches
 from lorashard.planning.inference import count_cache_bytes, place_for_inference, plan_inference
@@ -102,12 +101,15 @@ def test_cpus_share_the_files_own_pages():
         assert (resolved.placement, resolved.resident_layers) == ("file", 0)
 
 
-@pytest.mark.parametrize(("free_bytes", "expected"), [(2**40, "replicate"), (0, "file")])
-def test_a_cpu_keeps_a_base_in_memory_that_no_file_holds_so(monkeypatch, tmp_path, free_bytes, expected):
+def test_a_cpu_keeps_a_base_in_memory_that_no_file_holds_so(tmp_path):
     """Catches a float32 copy of a bfloat16 base on the disk of a machine whose memory has room for it."""
+    for free_bytes, placement in ((FIXED_BYTES + BASE_BYTES, "replicate"), (FIXED_BYTES + BASE_BYTES - 1, "file")):
+        placed = place_for_inference(
+            PlacementOptions(), make_size(), "cpu", free_bytes, RESERVE_BYTES, 1, None, is_cast=True
+        )
+        assert placed.placement == placement
     build_base("llama", torch.bfloat16, num_hidden_layers=1).save_pretrained(tmp_path)
-    monkeypatch.setattr(inference, "measure_free_bytes", lambda device, ranks_per_node: free_bytes)
-    for dtype, placement in ((torch.bfloat16, "file"), (torch.float32, expected)):
+    for dtype, placement in ((torch.bfloat16, "file"), (torch.float32, "replicate")):
         base = BaseModel(str(tmp_path), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"), dtype)
         assert plan_inference(base, PlacementOptions(), torch.device("cpu"), 1).placement == placement
 
@@ -144,8 +146,7 @@ def test_a_row_takes_at_least_its_cache_and_its_logits():
     token_bytes = count_cache_bytes(config, torch.bfloat16)
     few, many = (count_row_bytes(config, torch.bfloat16, 10, new) for new in (1, 101))
     assert many - few >= 100 * token_bytes and few > 11 * token_bytes + 100 * 4
-    eager = LlamaConfig(**config.to_dict() | {"attn_implementation": "eager"})
-    eager._attn_implementation = "eager"
+    eager = make_config(attn_implementation="eager")
     assert count_row_bytes(eager, torch.bfloat16, 1000, 1) > count_row_bytes(config, torch.bfloat16, 1000, 1) + 10**6
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
+from helpers.sizes import DEEPSEEK, GPT2, GPT_OSS, LLAMA, MIXTRAL, QWEN_MOE
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lorashard.config.quantization_options import Quantization
-from lorashard.model import quantizing
+from lorashard.model.adapters import base_test
 from lorashard.model.quantizing import quantize_structure
 from lorashard.model.sources import MemorySource, fill_shard, plan_unit
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight, find_structure
@@ -63,16 +65,15 @@ def quantize_whole(unit: FoundUnit) -> torch.Tensor:
 
 @pytest.mark.parametrize("piece_numel", (64, 4 * 2**20))
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
-def test_shards_together_are_the_whole_quantised_at_once(quantization, piece_numel, monkeypatch):
+def test_shards_together_are_the_whole_quantised_at_once(quantization, piece_numel):
     """A block cut in two, or a piece that lands one byte off, gives wrong numbers on some world sizes alone."""
-    monkeypatch.setattr(quantizing, "_PIECE_NUMEL", piece_numel)
     unit = make_unit(quantization)
     expected = quantize_whole(unit)
     for world_size in (1, 2, 3, 4, 5, 16):
         layout = plan_unit(unit, world_size)
         shards = [torch.zeros(layout.shard_bytes, dtype=torch.uint8) for _ in range(world_size)]
         for rank, shard in enumerate(shards):
-            fill_shard(shard, layout, unit, MemorySource(), rank)
+            fill_shard(shard, layout, unit, MemorySource(), rank, piece_numel=piece_numel)
         found = torch.cat(shards)
         assert torch.equal(found[: len(expected)], expected[: len(found)]), world_size
         assert not found[len(expected) :].any() and not expected[len(found) :].any()
@@ -103,16 +104,16 @@ def bound_reads(unit: FoundUnit, layout, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
-def test_a_rank_reads_what_it_keeps(quantization, monkeypatch):
+def test_a_rank_reads_what_it_keeps(quantization):
     """Reading whole weights on every rank would take as many times longer as there are ranks; so would no pieces."""
-    monkeypatch.setattr(quantizing, "_PIECE_NUMEL", 512)
     unit = make_unit(quantization, (600, 256))  # so many scales that several ranks share them
     for world_size in (1, 2, 16):
         layout = plan_unit(unit, world_size)
         total = 0
         for rank in range(world_size):
             source = CountedSource()
-            fill_shard(torch.zeros(layout.shard_bytes, dtype=torch.uint8), layout, unit, source, rank)
+            shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
+            fill_shard(shard, layout, unit, source, rank, piece_numel=512)
             bounds = bound_reads(unit, layout, rank)
             for weight in unit.weights:
                 reads = sorted((b, e) for name, b, e in source.reads if name == weight.name)
@@ -126,41 +127,24 @@ def test_a_rank_reads_what_it_keeps(quantization, monkeypatch):
         assert total == unit_bytes if world_size == 1 else unit_bytes <= total
 
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48}
-EXPERTS = {**LLAMA, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    **{**EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 12},
-    **{"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16},
-    **{"q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
+MAMBA = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+FUSED = ATTENTION | {"gate_up_proj", "down_proj"}
 CHOSEN = {
     "Llama": (LLAMA, ATTENTION | MLP),
-    "Mixtral": ({**EXPERTS, "num_local_experts": 12}, ATTENTION | {"gate_up_proj", "down_proj"}),
-    "Qwen3Moe": (
-        {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 12, "head_dim": 8},
-        ATTENTION | {"gate_up_proj", "down_proj"},
-    ),
-    "Qwen2Moe": (
-        {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 12, "shared_expert_intermediate_size": 40},
-        ATTENTION | MLP | {"gate_up_proj"},  # and neither the router nor `shared_expert_gate`
-    ),
-    "GptOss": ({**EXPERTS, "num_local_experts": 12, "head_dim": 8}, ATTENTION | {"gate_up_proj", "down_proj"}),
+    "Mixtral": (MIXTRAL, FUSED),
+    "Qwen3Moe": (QWEN_MOE, FUSED),
+    # And neither the router nor `shared_expert_gate`.
+    "Qwen2Moe": ({**QWEN_MOE, "shared_expert_intermediate_size": 40}, FUSED | MLP),
+    "GptOss": ({**GPT_OSS, "num_local_experts": 12}, FUSED),
     "DeepseekV3": (
         DEEPSEEK,
         MLP | {"gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     ),
-    "GPT2": ({"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}, {"c_attn", "c_proj", "c_fc"}),
-    "Mamba": (
-        {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 16},
-        {"in_proj", "x_proj", "dt_proj", "out_proj"},
-    ),
-    "Mamba with short rows": (
-        {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 15},
-        {"in_proj", "x_proj", "out_proj"},
-    ),
+    "GPT2": (GPT2, {"c_attn", "c_proj", "c_fc"}),
+    "Mamba": ({**MAMBA, "time_step_rank": 16}, {"in_proj", "x_proj", "dt_proj", "out_proj"}),
+    "Mamba with short rows": ({**MAMBA, "time_step_rank": 15}, {"in_proj", "x_proj", "out_proj"}),
 }
 
 
@@ -186,6 +170,16 @@ def test_linear_weights_and_experts_are_quantised_and_nothing_else(family):
     vocabulary = choose(family, options, Quantization("nf4", has_vocabulary=True)) - expected
     tied = {"GPT2": {"wte"}, "Mamba": {"embeddings"}}
     assert vocabulary == tied.get(family.partition(" ")[0], {"embed_tokens", "lm_head"})
+
+
+def test_a_head_beside_a_copy_that_trains_is_quantised():
+    """A head that is left as it was since `modules_to_save` has put a copy beside it."""
+    with init_empty_weights():
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+        model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    structure = find_structure(model, base_test(model))
+    quantize_structure(structure, Quantization("nf4", has_vocabulary=True))
+    assert any("lm_head" in w.name and w.quantizer for unit in structure.units for w in unit.weights)
 
 
 def test_a_layer_of_an_8b_llama_takes_the_bytes_that_its_formats_say():

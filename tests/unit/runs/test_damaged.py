@@ -3,27 +3,29 @@
 import json
 import os
 import pickle
+import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny import add_lora, build_base
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from helpers.tiny import add_lora, build_base
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lorashard
-from lorashard.training.trusted_files import check_checkpoint
 from lorashard.data.sources import open_source
 from lorashard.data.tokenizer import load_tokenizer
 from lorashard.errors import CheckpointError, ConfigError, DataError, UserError
-from lorashard.weights import fingerprint as identity
-from lorashard.weights.safetensors_files import Checkpoint
-from lorashard.weights.fingerprint import hash_file
 from lorashard.model.saved import find_adapter
 from lorashard.training.rewards import check_reward_model
+from lorashard.training.trusted_files import check_checkpoint
+from lorashard.weights import fingerprint as identity
+from lorashard.weights.fingerprint import hash_file
+from lorashard.weights.safetensors_files import Checkpoint
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -49,7 +51,7 @@ def whole(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     base = build_base(num_hidden_layers=2)
     base.save_pretrained(folder / "model")
-    base.name_or_path = base.config._name_or_path = str(folder / "model")
+    base.name_or_path = base.config.name_or_path = str(folder / "model")
     add_lora(base).save_pretrained(folder / "adapter")
     return folder
 
@@ -95,7 +97,7 @@ def test_an_index_names_files_beside_it_alone(model, name):
     """An edited index would have any file of the machine opened, and copied into a merged model."""
     write_index(model, name)
     message = read_error(Checkpoint.open, model, kind=CheckpointError)
-    assert "model.safetensors.index.json is not to be trusted" in message and repr(name) in message
+    assert "model.safetensors.index.json" in message and repr(name) in message
 
 
 def test_a_shard_of_another_model_is_told(model, whole, tmp_path):
@@ -104,9 +106,9 @@ def test_a_shard_of_another_model_is_told(model, whole, tmp_path):
     build_base(num_hidden_layers=2, hidden_size=16).save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "model.safetensors", model / "part.safetensors")
     message = read_error(load, model)
-    assert "do not fit LlamaForCausalLM" in message and "of another shape" in message
+    assert "LlamaForCausalLM" in message and "another shape" in message
     save_file({"strange.weight": torch.ones(2)}, model / "part.safetensors")
-    assert "names tensors that are not in their files" in read_error(load, model)
+    assert "model.safetensors.index.json" in read_error(load, model)
 
 
 @pytest.mark.parametrize(
@@ -126,19 +128,19 @@ def test_a_hostile_header_is_an_error_and_no_crash(model, header):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"model_type": "lla', "config.json is damaged: it is not valid JSON"),
-        (b"\xff\xfe\x00", "config.json is damaged: it is not valid JSON"),
-        ("[]", "config.json is damaged: expected a JSON object"),
+        ('{"model_type": "lla', "config.json is damaged"),
+        (b"\xff\xfe\x00", "config.json is damaged"),
+        ("[]", "config.json is damaged"),
         (None, "Expected a config.json in"),
-        ({"model_type": None}, "describes no model that transformers knows"),
+        ({"model_type": None}, "config.json describes no model"),
         ({"model_type": "nonsense"}, "model type `nonsense`"),
-        ({"model_type": "gpt2"}, "do not fit GPT2LMHeadModel"),
-        ({"model_type": "t5"}, "found one of type 't5'"),
-        ({"hidden_size": "big"}, "'hidden_size' expected int, got str"),
-        ({"hidden_size": 48}, "of another shape"),
+        ({"model_type": "gpt2"}, "GPT2LMHeadModel"),
+        ({"model_type": "t5"}, "'t5'"),
+        ({"hidden_size": "big"}, "'hidden_size'"),
+        ({"hidden_size": 48}, "another shape"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2"),
         ({"num_attention_heads": 0}, "config.json describes no model"),
-        ({"hidden_act": "nonsense"}, "describes a model that cannot be made"),
+        ({"hidden_act": "nonsense"}, "config.json describes a model"),
         ({"dtype": "nonsense"}, "config.json describes no model"),
     ],
 )
@@ -157,12 +159,6 @@ def test_a_damaged_or_foreign_config_is_told(model, content, said):
     assert said in message
 
 
-def test_a_damaged_generation_config_is_told(model):
-    """It is read last, and crashed after the base was planned."""
-    (model / "generation_config.json").write_text('{"max_new_tokens": -4}')
-    assert "generation_config.json is damaged" in read_error(load, model, kind=CheckpointError)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[]"])
 def test_a_damaged_tokenizer_file_is_named(model, name, damage):
@@ -172,11 +168,13 @@ def test_a_damaged_tokenizer_file_is_named(model, name, damage):
     assert f"{file} is damaged" in read_error(load_tokenizer, str(model), kind=CheckpointError)
 
 
-def test_a_chat_template_that_is_no_text_is_told(model, tmp_path):
-    """A .jinja in another encoding was a traceback."""
+def test_damaged_files_beside_a_model_are_named(model, tmp_path):
+    """The generation config is read last, and crashed after the base was planned; a .jinja in another encoding, too."""
+    (model / "generation_config.json").write_text('{"max_new_tokens": -4}')
+    assert "generation_config.json is damaged" in read_error(load, model, kind=CheckpointError)
     (tmp_path / "chat.jinja").write_bytes(b"\xff\xfe\x00")
     message = read_error(load_tokenizer, str(model), None, False, str(tmp_path / "chat.jinja"), kind=ConfigError)
-    assert "chat.jinja' is not UTF-8 text" in message
+    assert "chat.jinja" in message and "UTF-8" in message
 
 
 def _cut(file):
@@ -196,7 +194,7 @@ ADAPTER_DAMAGES = {
     "base's hashes numbers": (lambda f: _tag(f / WEIGHTS, '{"a": 1}'), f"{WEIGHTS} is damaged"),
     "NaN": (
         lambda f: save_file({k: v * float("nan") for k, v in load_file(f / WEIGHTS).items()}, f / WEIGHTS),
-        "found NaN or infinity in base_model.model",
+        "NaN or infinity in base_model.model",
     ),
     "config cut": (lambda f: _cut(f / "adapter_config.json"), "adapter_config.json is damaged"),
     "config a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "adapter_config.json is damaged"),
@@ -239,57 +237,43 @@ def test_a_file_changed_in_the_same_tick_is_hashed_again(tmp_path, monkeypatch):
 def test_a_settled_file_is_hashed_once(tmp_path, monkeypatch):
     """A memory that never remembers reads hundreds of gigabytes at each start."""
     monkeypatch.setattr(identity.constants, "HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(identity, "_COARSEST_CLOCK_S", -1)
+    later_s = time.time() + 60
+    monkeypatch.setattr(time, "time", lambda: later_s)
     file = tmp_path / "weights"
-    file.write_bytes(b"old")
-    before = hash_file(file)
-    monkeypatch.setattr(identity, "_hash", lambda *_: pytest.fail("hashed again"))
-    assert hash_file(file) == before
+    file.write_bytes(b"old" * 2**20)
+    pieces: list[list[int]] = [[], [], []]
+    hashes = [hash_file(file, pieces[turn].append) for turn in range(2)]
     os.utime(file, (1, 1))  # times that were put back leave another time of the change of the inode
-    with pytest.raises(pytest.fail.Exception):
-        hash_file(file)
+    hashes.append(hash_file(file, pieces[2].append))
+    assert len(set(hashes)) == 1 and [sum(found) for found in pieces] == [3 * 2**20] * 3
+    assert [len(found) > 1 for found in pieces] == [True, False, True]  # what is known comes at once
 
 
-DATASETS = {
-    "jsonl cut": ("a.jsonl", b'{"text": "whole"}\n{"text": "cu', "broken JSON"),
-    "jsonl of brackets": ("a.jsonl", b"[" * 100_000, "broken JSON"),
-    "jsonl of digits": ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "broken JSON"),
-    "gz under another name": ("a.jsonl", b"\x1f\x8b\x08\x00" * 5, "broken JSON"),
-}
-
-
-@pytest.mark.parametrize("damage", DATASETS)
-def test_a_broken_row_is_a_bad_row(tmp_path, damage):
-    """A crash in place of a row that is counted and named."""
-    name, content, reason = DATASETS[damage]
-    (tmp_path / name).write_bytes(content)
-    rows = [row.value for row in open_source(str(tmp_path / name), "train", None, None).read()]
-    assert rows[-1].reason == reason
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"text": ' + b"9" * 5000 + b"}", b"\x1f\x8b\x08\x00" * 5], ids=lambda _: "damage"
+)
+def test_a_broken_row_is_a_bad_row(tmp_path, content):
+    """A crash in place of a row that is counted and named: brackets, digits, and a gz under another name."""
+    (tmp_path / "a.jsonl").write_bytes(content)
+    [row] = open_source(str(tmp_path / "a.jsonl"), "train", None, None).read()
+    assert row.value.reason == "broken JSON"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", b'[{"text": "whole"}, {"text": "cu', "a.json is broken JSON after row 1"),
-        ("a.json", b"[" * 100_000, "a.json is broken JSON after row 0"),
-        ("a.parquet", b"PAR1" + bytes(50), "a.parquet cannot be read as parquet"),
-        ("a.parquet", b"", "a.parquet cannot be read as parquet"),
-        ("train.jsonl.gz", b"\x1f\x8b\x08\x00", "must be one of"),
+        ("a.json", b'[{"text": "whole"}, {"text": "cu', "a.json .* after row 1"),
+        ("a.json", b"[" * 100_000, "a.json .* after row 0"),
+        ("a.parquet", b"PAR1" + bytes(50), "a.parquet"),
+        ("a.parquet", b"", "a.parquet"),
+        ("train.jsonl.gz", b"\x1f\x8b\x08\x00", ".jsonl, .json"),
     ],
 )
 def test_a_broken_dataset_file_is_named(tmp_path, name, content, said):
     """A traceback of pyarrow or json."""
     (tmp_path / name).write_bytes(content)
     message = read_error(lambda: list(open_source(str(tmp_path / name), "train", None, None).read()), kind=DataError)
-    assert said in message
-
-
-def test_a_folder_of_compressed_files_is_told(tmp_path):
-    """A KeyError: '.gz'; and to leave such a file out in silence would be to train on less."""
-    (tmp_path / "train.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    assert "train.jsonl.gz, which is compressed: unpack it" in read_error(
-        open_source, str(tmp_path), "train", None, None, kind=DataError
-    )
+    assert re.search(said, message)
 
 
 def write_checkpoint(adapter, **files):
@@ -312,19 +296,18 @@ def test_a_checkpoint_with_a_pickle_that_runs_code_is_refused(adapter, tmp_path,
     assert not (tmp_path / "mark").exists()
 
 
-def test_the_malicious_pickle_of_these_tests_works(tmp_path):
-    """A pickle that harms nobody proves nothing."""
-    pickle.loads(pickle.dumps(Malicious(tmp_path / "mark")))
-    assert (tmp_path / "mark").exists()
-
-
 def test_what_a_checkpoint_does_not_need_is_not_read(adapter, tmp_path):
-    """Checkpoints of a bare Trainer hold training_args.bin, a pickle that nothing reads: it is no reason to refuse."""
+    """Checkpoints of a bare Trainer hold training_args.bin, a pickle that nothing reads: it is no reason to refuse.
+
+    A pickle that harms nobody would prove nothing.
+    """
     write_checkpoint(adapter)
     (adapter / "training_args.bin").write_bytes(pickle.dumps(Malicious(tmp_path / "mark")))
     (adapter / "adapter_model.bin").write_bytes(pickle.dumps(Malicious(tmp_path / "mark")))
     check_checkpoint(adapter)
     assert not (tmp_path / "mark").exists()
+    pickle.loads((adapter / "training_args.bin").read_bytes())
+    assert (tmp_path / "mark").exists()
 
 
 def test_a_damaged_checkpoint_is_told_by_file(adapter):
@@ -341,7 +324,7 @@ def test_a_damaged_checkpoint_is_told_by_file(adapter):
     (adapter / "pytorch_model.bin").unlink()
     (adapter / "ref").mkdir()
     (adapter / "ref" / "adapter_model.bin").write_bytes(b"")
-    assert "adapter_model.safetensors missing (adapter_model.bin is a pickle" in read_error(check_checkpoint, adapter)
+    assert "adapter_model.bin is a pickle" in read_error(check_checkpoint, adapter)
 
 
 @pytest.mark.parametrize("save", [torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))])
@@ -349,7 +332,7 @@ def test_a_pickled_adapter_is_refused(adapter, tmp_path, save):
     """PEFT falls back to adapter_model.bin, and safetensors' reader is not asked what the file is."""
     (adapter / WEIGHTS).unlink()
     save(Malicious(tmp_path / "mark"), adapter / "adapter_model.bin")
-    said = "adapter_model.safetensors missing (adapter_model.bin is a pickle, which is not read)"
+    said = "adapter_model.bin is a pickle"
     assert said in read_error(lorashard.load_adapter, adapter, kind=CheckpointError)
     (adapter / "adapter_model.bin").rename(adapter / WEIGHTS)
     assert f"{WEIGHTS} is damaged" in read_error(lorashard.merge, adapter, tmp_path / "merged", kind=CheckpointError)
@@ -368,16 +351,18 @@ def test_a_pickled_base_and_a_pickled_reward_model_are_refused(model, tmp_path, 
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize("name", ["train.pkl", "train.pickle", "train.pth", "train.arrow", "load.py", "train.tar"])
+@pytest.mark.parametrize(
+    "name", ["train.pkl", "train.pickle", "train.pth", "train.arrow", "load.py", "train.tar", "train.jsonl.gz"]
+)
 def test_a_dataset_folder_of_pickles_code_or_archives_is_refused(tmp_path, name):
     """The datasets library has readers for many kinds; ours are four, and none unpacks or runs anything."""
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / name).write_bytes(pickle.dumps(Malicious(tmp_path / "mark")))
     message = read_error(open_source, str(folder), "train", None, None, kind=DataError)
-    assert "holds no .jsonl, .json, .csv, .parquet file" in message
+    assert ("train.jsonl.gz" if name.endswith("gz") else ".jsonl, .json, .csv, .parquet") in message
     message = read_error(open_source, str(folder / name), "train", None, None, kind=DataError)
-    assert "must be one of .jsonl, .json, .csv, .parquet" in message
+    assert ".jsonl, .json, .csv, .parquet" in message
     assert not (tmp_path / "mark").exists()
 
 
@@ -406,13 +391,13 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(model, tmp_path
     write_code(model, mark)
     for function in (load, lambda folder: load_tokenizer(str(folder)), lambda folder: check_reward_model(str(folder))):
         message = read_error(function, model, kind=CheckpointError)
-        assert f"{model} needs code of its own ({model / 'evil.py'})" in message and "--trust_remote_code" in message
+        assert str(model / "evil.py") in message and "--trust_remote_code" in message
         assert not mark.exists()
     load_tokenizer(str(model), trust_remote_code=True)
     assert mark.exists()
     mark.unlink()
     change(model / "config.json", auto_map={"AutoConfig": "org/code--evil.C"})
-    assert "evil.py of the hub's org/code" in read_error(load, model, kind=CheckpointError)
+    assert "org/code" in read_error(load, model, kind=CheckpointError)
     change(
         model / "config.json", model_type="llama", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
     )
@@ -425,7 +410,7 @@ def test_a_link_out_of_a_folder_is_refused(model, adapter, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("{}")
     (model / "chat_template.jinja").symlink_to(secret)
-    said = f"a link that leads out of it: chat_template.jinja -> {secret}"
+    said = f"chat_template.jinja -> {secret}"
     assert said in read_error(load, model, kind=CheckpointError)
     assert said in read_error(load_tokenizer, str(model), kind=CheckpointError)
     assert said in read_error(lorashard.merge, adapter, tmp_path / "merged", str(model), kind=CheckpointError)

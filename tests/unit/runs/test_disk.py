@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import resource
@@ -13,12 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from safetensors import SafetensorError
 
-from lorashard.runtime.disk import PatientFiles, find_fault
-from lorashard.runtime.output import _Log
 from lorashard.runs.folder import Run
+from lorashard.runtime.disk import PatientFiles, find_fault
 
 
 @contextmanager
@@ -71,11 +68,10 @@ def test_a_file_is_replaced_or_left_as_it_was(tmp_path):
     assert path.read_text() == "b" * 60 and len(told) == 2
 
 
-def test_memory_for_lines_that_wait_is_bounded(tmp_path, monkeypatch):
+def test_memory_for_lines_that_wait_is_bounded(tmp_path):
     """A disk that is full for weeks fills the memory too; lines that are dropped without a word."""
-    monkeypatch.setattr("lorashard.runtime.disk._MOST_LINES", 3)
     told: list[str] = []
-    files = PatientFiles(told.append)
+    files = PatientFiles(told.append, most_lines=3)
     with limited_files(0):
         for number in range(5):
             files.append(tmp_path / "lines", str(number))
@@ -98,7 +94,8 @@ def test_an_end_that_cannot_be_written_is_said(tmp_path, capsys):
     status.enter("train", step=7)
     with limited_files(10):
         status.end("failed", "boom")
-    assert "status.json does not say that the run has ended: File too large" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "status.json" in said and "File too large" in said
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "train"
 
 
@@ -108,21 +105,22 @@ def test_a_disks_refusal_is_known_whoever_tells_it():
     assert find_fault(OSError(28, "x")) == find_fault(SafetensorError(f"I/O error: {full}")) == 28
     assert find_fault(Exception(full)) == 28
     assert find_fault(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")) == errno.EIO
-    assert find_fault(RuntimeError("Connection closed by peer")) is None
+    assert find_fault(RuntimeError("Connection closed")) is None
     assert find_fault(FileNotFoundError(2, "x")) is None and find_fault(Exception("No such file (os error 2)")) is None
     assert find_fault(ValueError("28")) is None
 
 
 PRINT = """
 import os, sys, resource, warnings
+width = 5000 if sys.argv[1] == "much" else 0
 from lorashard.runtime.output import outlive_full_disks
-outlive_full_disks(is_result_elsewhere=sys.argv[1] == "log")
+outlive_full_disks(is_result_elsewhere=sys.argv[1] != "result")
 import logging
 logging.basicConfig()
 print("before")
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 for number in range(20):
-    print(f"a line of output, number {number}")
+    print(f"output {number}:".ljust(width))
     print("progress", file=sys.stderr, end="\\r", flush=True)
 warnings.warn("beware")
 logging.warning("beware")
@@ -149,9 +147,9 @@ def test_output_that_a_full_disk_does_not_take_goes_to_the_launchers_terminal(tm
         shown = terminal.read()
     assert process.wait(60) == 0
     text = (tmp_path / "log").read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "bytes of output are missing here" in text
+    assert text.startswith("before\n") and text.endswith("after\n") and " bytes of output" in text
     for number in range(20):
-        assert (text + shown).count(f"a line of output, number {number}\n") == 1
+        assert (text + shown).count(f"output {number}:\n") == 1
     assert "progress" in shown and "UserWarning: beware" in shown
 
 
@@ -163,14 +161,9 @@ def test_a_result_that_cannot_be_written_is_an_error(tmp_path):
     assert process.wait(60) != 0
 
 
-@pytest.mark.timeout(20)
 def test_a_terminal_that_nobody_reads_does_not_stop_the_run(tmp_path):
     """A pipe that is full: the rank would wait in a print for ever."""
-    read, write = os.pipe()
-    with (tmp_path / "log").open("wb") as file, limited_files(10):
-        log = io.BufferedWriter(_Log(file.fileno(), write))
-        for _ in range(100):
-            log.write(b"x" * 5000)
-            log.flush()
-    os.close(read)
-    os.close(write)
+    process = start_printing(tmp_path / "log", "much")
+    with process.terminal:
+        assert process.wait(60) == 0
+    assert (tmp_path / "log").read_text().endswith("after\n")

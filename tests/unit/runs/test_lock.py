@@ -15,21 +15,21 @@ from pathlib import Path
 
 import filelock
 import pytest
+from helpers.talking import Talking
 
 from lorashard.errors import ConfigError
 from lorashard.runs.lock import find_owner, find_process, lock_run
 
 # Takes the lock, says so, and holds it until its stdin ends.
 OWNER = """
-import errno, os, sys, time
+import errno, fcntl, os, sys, time
 from pathlib import Path
-import filelock, filelock._unix
 from lorashard.errors import ConfigError
 from lorashard.runs.lock import lock_run
 if sys.argv[2] == "no-flock":
-    def refuse(descriptor):
+    def refuse(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
-    filelock._unix.lock_fd_nonblocking = refuse
+    fcntl.flock = refuse
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -44,35 +44,23 @@ except ConfigError as error:
 """
 
 
-class Owner:
+class Owner(Talking):
     """A process that takes a folder's lock when it is told to."""
 
     def __init__(self, folder: Path, kind: str = "flock") -> None:
-        words = [sys.executable, "-c", OWNER, str(folder), kind]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        super().__init__(OWNER, str(folder), kind)
         assert self.read() == "ready"
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
 
     def take(self) -> str:
         self.go_on()
         return self.read()
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
-    def end(self) -> str:
-        """Let go; return what it said on stderr."""
-        return self.process.communicate("\n", timeout=30)[1]
+def refuse_flock(monkeypatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
 
 
 @pytest.fixture
@@ -94,8 +82,8 @@ def test_a_live_run_owns_its_folder(start, tmp_path):
     assert first.take() == "mine"
     with pytest.raises(ConfigError) as refusal, lock_run(tmp_path):
         pass
-    named = f"process {first.process.pid} on {platform.node()}, since {time.strftime('%Y-%m-%d')}"
-    assert named in str(refusal.value) and "choose another folder" in str(refusal.value)
+    named = (f"process {first.process.pid} on {platform.node()}", time.strftime("%Y-%m-%d"), str(tmp_path))
+    assert all(part in str(refusal.value) for part in named)
     assert first.end() == ""
     with lock_run(tmp_path):
         assert json.loads((tmp_path / ".owner.json").read_text())["pid"] == os.getpid()
@@ -109,7 +97,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_and_said(start, tmp_path, capsys
     killed.kill()
     with lock_run(tmp_path):
         said = capsys.readouterr().err
-    assert f"left behind by a run that was killed (process {killed.process.pid} on {platform.node()}" in said
+    assert "killed" in said and f"process {killed.process.pid} on {platform.node()}" in said
     with lock_run(tmp_path):
         assert capsys.readouterr().err == ""
 
@@ -143,21 +131,34 @@ def test_without_flock_a_live_owner_is_told_from_a_dead_one(start, tmp_path):
     first.kill()
     third = start(tmp_path, "no-flock")
     assert third.take() == "mine"
-    assert "left behind by a run that was killed" in third.end()
+    assert f"killed (process {first.process.pid}" in third.end()
 
 
-def test_without_flock_an_owner_of_another_machine_is_not_judged(monkeypatch, tmp_path):
-    """A run of another node, which cannot be seen from here, whose folder is taken from it."""
+@pytest.mark.parametrize(
+    ("host", "is_judged"),
+    [
+        ("node-7", False),
+        (platform.node(), True),
+        (f"{platform.node()}?pidns-{os.stat('/proc/self/ns/pid').st_ino:x}", True),
+        (f"{platform.node()}?pidns-1", False),
+    ],
+)
+def test_without_flock_an_owner_elsewhere_is_not_judged(monkeypatch, tmp_path, host, is_judged):
+    """A run of another node or container, whose number is another process here, and whose folder is taken from it.
 
-    def refuse(descriptor):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("filelock._unix.lock_fd_nonblocking", refuse)
-    (tmp_path / ".lock.soft").write_text("1\nnode-7\n")
-    (tmp_path / ".owner.json").write_text(json.dumps({"pid": 1, "host": "node-7", "begin_s": 0}))
-    refused = r"process 1 on node-7.*cannot be known here.*delete .*\.lock\.soft"
-    with pytest.raises(ConfigError, match=refused), lock_run(tmp_path):
-        pass
+    And a dead run that is shown as alive for ever in a container.
+    """
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / ".lock.soft").write_text(f"{dead.pid}\n{host}\n")
+    name = host.partition("?")[0]
+    (tmp_path / ".owner.json").write_text(json.dumps({"pid": dead.pid, "host": name, "begin_s": 0}))
+    assert (find_owner(tmp_path) is None) == is_judged
+    if not is_judged:
+        refuse_flock(monkeypatch)
+        refused = rf"process {dead.pid} on {name}.*delete .*\.lock\.soft"
+        with pytest.raises(ConfigError, match=refused), lock_run(tmp_path):
+            pass
 
 
 def test_a_folder_that_came_to_nothing_leaves_nothing(tmp_path):
@@ -176,8 +177,8 @@ def test_a_folder_that_cannot_be_written_to_is_a_users_mistake(monkeypatch, tmp_
     def refuse(lock):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
-    with pytest.raises(ConfigError, match="cannot be locked: Read-only file system"), lock_run(tmp_path):
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with pytest.raises(ConfigError, match="Read-only"), lock_run(tmp_path):
         pass
 
 
@@ -186,7 +187,7 @@ def test_a_stopped_owner_lives(start, tmp_path):
     owner = start(tmp_path)
     assert owner.take() == "mine"
     owner.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(ConfigError, match="is owned by another run"), lock_run(tmp_path):
+    with pytest.raises(ConfigError, match=f"process {owner.process.pid}"), lock_run(tmp_path):
         pass
     owner = find_owner(tmp_path)
     assert owner is not None and owner.is_here
@@ -194,19 +195,23 @@ def test_a_stopped_owner_lives(start, tmp_path):
 
 @pytest.mark.parametrize("kind", ["flock", "no-flock"])
 def test_the_owner_is_found_while_it_lives_and_not_when_it_is_dead(start, tmp_path, kind, monkeypatch):
-    """A signal that goes to the number of a dead process; a dead run that is shown as alive for ever."""
+    """A signal that goes to the number of a dead process; a dead run that is shown as alive for ever.
+
+    In a container the first process does not wait for what it inherits, so that a dead run stays a zombie.
+    """
     if kind == "no-flock":
-
-        def refuse(descriptor, operation):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr("fcntl.flock", refuse)
+        refuse_flock(monkeypatch)
     assert find_owner(tmp_path) is None
     run = start(tmp_path, kind)
     assert run.take() == "mine"
     owner = find_owner(tmp_path)
     assert owner is not None and owner.is_here and owner.begin_s is not None
     assert (owner.pid, owner.host) == (run.process.pid, platform.node()) and abs(owner.begin_s - time.time()) < 60
+    assert find_process(run.process.pid, time.time()) is not None
+    run.process.kill()
+    os.waitid(os.P_PID, run.process.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(run.process.pid, 0)  # the zombie is there
+    assert find_process(run.process.pid, time.time()) is None and find_owner(tmp_path) is None
     run.kill()
     assert (tmp_path / ".owner.json").exists() and find_owner(tmp_path) is None
     ended = start(tmp_path, kind)
@@ -215,56 +220,19 @@ def test_the_owner_is_found_while_it_lives_and_not_when_it_is_dead(start, tmp_pa
     assert find_owner(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["flock", "no-flock"])
-def test_an_owner_that_nobody_has_waited_for_is_dead(start, tmp_path, kind, monkeypatch):
-    """A run that is shown as alive for ever in a container, whose first process does not wait for what it inherits."""
-    if kind == "no-flock":
-
-        def refuse(descriptor, operation):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr("fcntl.flock", refuse)
-    run = start(tmp_path, kind)
-    assert run.take() == "mine"
-    assert find_process(run.process.pid, time.time()) is not None
-    run.process.kill()
-    os.waitid(os.P_PID, run.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
-    os.kill(run.process.pid, 0)
-    assert find_process(run.process.pid, time.time()) is None and find_owner(tmp_path) is None
-
-
-@pytest.mark.parametrize("namespace", ["", f"?pidns-{os.stat('/proc/self/ns/pid').st_ino:x}", "?pidns-1"])
-def test_without_flock_an_owner_in_another_container_is_not_judged(tmp_path, namespace):
-    """In a container, a dead run that is shown as alive for ever; a run beside it that is judged by a number which is
-    another process there."""
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (tmp_path / ".lock.soft").write_text(f"{dead.pid}\n{platform.node()}{namespace}\n")
-    (tmp_path / ".owner.json").write_text(json.dumps({"pid": dead.pid, "host": platform.node(), "begin_s": 0}))
-    assert (find_owner(tmp_path) is not None) == (namespace == "?pidns-1")
-
-
-def test_an_owner_that_has_not_said_who_it_is_is_not_taken_for_the_one_before(start, tmp_path):
-    """A signal to a process that has been given the number of a dead run, while the next run starts."""
+def test_an_owner_is_not_taken_for_another_process_of_its_number(start, tmp_path):
+    """A signal to a process that has the number of a dead run, or of a run on another machine."""
     run = start(tmp_path)
     assert run.take() == "mine"
-    left = {"pid": os.getpid(), "host": platform.node(), "begin_s": 1.0}  # this process has begun later
-    (tmp_path / ".owner.json").write_text(json.dumps(left))
+    file = tmp_path / ".owner.json"
+    said = {"pid": os.getpid(), "host": platform.node(), "begin_s": 1.0}  # this process has begun later
+    for left in (said, said | {"pid": run.process.pid, "host": "node-7", "begin_s": time.time()}):
+        file.write_text(json.dumps(left))
+        owner = find_owner(tmp_path)
+        assert owner is not None and not owner.is_here and owner.host == left["host"]
+    file.unlink()
     owner = find_owner(tmp_path)
-    assert owner is not None and not owner.is_here
-    (tmp_path / ".owner.json").unlink()
-    owner = find_owner(tmp_path)
-    assert owner is not None and owner.pid is None and not owner.is_here and "not said who it is" in str(owner)
-
-
-def test_an_owner_on_another_machine_is_said_to_be_there(start, tmp_path):
-    """A signal to a process of this machine that has the number of another's."""
-    run = start(tmp_path)
-    assert run.take() == "mine"
-    said = {"pid": run.process.pid, "host": "node-7", "begin_s": time.time()}
-    (tmp_path / ".owner.json").write_text(json.dumps(said))
-    owner = find_owner(tmp_path)
-    assert owner is not None and owner.host == "node-7" and not owner.is_here
+    assert owner is not None and owner.pid is None and not owner.is_here
 
 
 def test_looking_for_the_owner_stops_no_run_from_starting(start, tmp_path):

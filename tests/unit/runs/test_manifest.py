@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from lorashard.errors import CheckpointError
-from lorashard.runs.checkpoints import MANIFEST_NAME, clear_leftovers, find_newest, list_checkpoints, place_partial, publish, read_manifest, read_step, rotate, set_aside, verify
+from lorashard.runs.checkpoints import (
+    MANIFEST_NAME,
+    clear_leftovers,
+    find_newest,
+    list_checkpoints,
+    place_partial,
+    publish,
+    read_manifest,
+    read_step,
+    rotate,
+    set_aside,
+    verify,
+)
 
 FACTS = {"world_size": 2, "lora": {"r": 16, "target_modules": ["q_proj"]}}
 CALLS = ("rename", "fsync", "unlink", "rmdir")
@@ -47,11 +59,16 @@ def get_names(run: Path) -> list[str]:
 
 
 def test_a_published_checkpoint_is_what_was_written(tmp_path):
-    """Facts that come back changed refuse a run that is the same; a file left out of the list is never looked at."""
+    """Facts that come back changed refuse a run that is the same; a file left out of the list is never looked at.
+
+    A person's notes in a checkpoint are no reason to lose it.
+    """
     checkpoint = save(tmp_path, 6)
     found = verify(checkpoint)
     assert (found.step, found.facts) == (6, FACTS)
     assert sorted(found.files) == ["adapter_model.safetensors", "optimizer.pt", "ref/adapter_model.safetensors"]
+    (checkpoint / "notes.txt").write_text("the good one")
+    assert verify(checkpoint).step == 6
     assert get_names(tmp_path) == ["checkpoint-6"] and find_newest(tmp_path) == checkpoint
 
 
@@ -72,13 +89,6 @@ def test_a_damaged_file_is_found_and_named(tmp_path, name):
     with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}.*no file"):
         verify(tmp_path / "checkpoint-6")
     assert find_newest(tmp_path) is None
-
-
-def test_what_is_added_to_a_checkpoint_does_no_harm(tmp_path):
-    """A person's notes in a checkpoint are no reason to lose it."""
-    checkpoint = save(tmp_path, 6)
-    (checkpoint / "notes.txt").write_text("the good one")
-    assert verify(checkpoint).step == 6
 
 
 def test_a_damaged_manifest_is_never_believed(tmp_path):

@@ -9,57 +9,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.tiny import build_base
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from helpers.tiny import build_base
 
 import lorashard
 from lorashard import api
-from lorashard.runtime import join as joining
-from lorashard.runs import checkpoints as manifest
-from lorashard.training.callbacks import RunCallback
 from lorashard.config.run_config import RunConfig
-from lorashard.engine import Stats
 from lorashard.errors import ConfigError
-from lorashard.planning.run_plan import describe_training
-from lorashard.training.meter import RankMeter
 from lorashard.model.saved import find_adapter
-from lorashard.planning import auto
-from lorashard.planning.choose import Plan
+from lorashard.planning.auto import plan_given
+from lorashard.planning.choose import PlanError, explained_planning
+from lorashard.planning.run_plan import describe_base, describe_training
+from lorashard.runs import checkpoints as manifest
 from lorashard.runs.folder import Run
-from lorashard.runs.status import Status, told_status
-from lorashard.training.train import _foresee
-
-
-def read_last(path: Path) -> dict:
-    return json.loads(path.read_text().splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+from lorashard.runtime import join as joining
+from lorashard.training import train
+from lorashard.training.callbacks import RunCallback
+from lorashard.training.meter import RankMeter
 
 
 def test_a_number_that_is_none_leaves_valid_json(tmp_path):
     """Python's own writer puts a bare NaN, which browsers and other readers refuse: the whole file would be lost."""
     Run(tmp_path, 0, 1).add_metrics({"grad_norm": float("nan"), "loss": float("inf"), "step": 1})
-    line = read_last(tmp_path / "metrics.jsonl")
+    text = (tmp_path / "metrics.jsonl").read_text()
+    line = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert line == {"grad_norm": "nan", "loss": "inf", "step": 1}
     assert float(line["loss"]) == float("inf")
-
-
-def test_an_end_keeps_what_the_run_said_before(tmp_path):
-    """Who looks at a dead run wants to know at which step it died."""
-    launcher = Status.begin(tmp_path)
-    Run(tmp_path, 0, 2).status.enter("train", step=7, world_size=2)
-    launcher.hear_ranks()
-    launcher.end("failed", "boom")
-    status = read_last(tmp_path / "status.json")
-    assert (status["phase"], status["error"], status["step"], status["world_size"]) == ("failed", "boom", 7, 2)
-
-
-def test_an_end_does_not_touch_what_another_run_said(tmp_path):
-    """A run that dies before its first word would else be shown at the step of the one before."""
-    Run(tmp_path, 0, 2).status.enter("train", step=30)
-    with pytest.raises(KeyboardInterrupt), told_status(tmp_path):
-        raise KeyboardInterrupt
-    status = read_last(tmp_path / "status.json")
-    assert (status["phase"], status["error"], "step" in status) == ("stopped", "stopped by SIGINT", False)
 
 
 def leave_a_killed_run(folder: Path, num_ranks: int) -> None:
@@ -140,19 +116,6 @@ def test_tokens_per_second_leave_evaluations_and_saves_out(tmp_path, monkeypatch
     assert speeds == [10.0, 10.0]
 
 
-def test_the_peak_of_device_memory_is_that_of_training(monkeypatch, tmp_path):
-    """Catches a plan that looks wrong by what loading or the probe took at once, before the first step."""
-    peak_bytes = [80]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak_bytes[0])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak_bytes.__setitem__(0, 5))
-    engine = SimpleNamespace(stats=lambda: Stats(**dict.fromkeys(Stats.__dataclass_fields__, 0)))
-    meter = RankMeter(engine, 1)
-    monkeypatch.setattr(meter, "_ask_driver", dict)
-    RunCallback(Run(tmp_path, 0, 1), meter).on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
-    assert meter.read()["device_peak_bytes"] == 5
-
-
 def test_a_device_that_the_engine_does_not_know_is_refused(monkeypatch):
     """Accelerate chooses Apple's GPU by itself, and Trainer would move the model there."""
     mps = SimpleNamespace(num_processes=1, device=SimpleNamespace(type="mps"), distributed_type="NO")
@@ -189,22 +152,17 @@ def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
     for describe, find_home in ((refuse, Path.home), (lambda: None, has_no_home)):
         monkeypatch.setattr(Path, "home", find_home)
         (tmp_path / "plan.json").write_text("{}")
-        assert _foresee(config, describe, torch.device("cpu"), run, told.append) is None
+        assert train._foresee(config, describe, torch.device("cpu"), run, told.append) is None
         assert not (tmp_path / "plan.json").exists()
-    assert "KeyError: 'max_completion_length'" in told[0] and "Could not determine home" in told[1]
+    assert "KeyError: 'max_completion_length'" in told[0] and "RuntimeError" in told[1]
 
 
-def test_a_plan_that_takes_too_long_keeps_no_rank_waiting(tmp_path, monkeypatch):
+def test_a_plan_that_takes_too_long_is_given_up(tmp_path):
     """A model that is planned token by token for minutes, while the other ranks wait for the first."""
-    model = build_base("llama-tied")
-    model.config.save_pretrained(tmp_path)
+    build_base("llama-tied").config.save_pretrained(tmp_path)
     options = {"model_name_or_path": str(tmp_path), "dataset": "d.jsonl", "output_dir": str(tmp_path), "max_length": 8}
     config = RunConfig(**options, placement="file", dtype="float32")
-    run, told = Run(tmp_path, 0, 1), []
-
-    def foresee() -> Plan | None:
-        return _foresee(config, lambda: describe_training(config, "cpu", 1), torch.device("cpu"), run, told.append)
-
-    assert foresee() is not None and json.loads((tmp_path / "plan.json").read_text())["rows"] and not told
-    monkeypatch.setattr(auto, "_LONGEST_S", 0.0)
-    assert foresee() is None and "TimeoutError: it takes longer" in told[0]
+    known = describe_base(config), describe_training(config, "cpu", 1), torch.device("cpu"), config, 1, None
+    assert plan_given(*known).to_json()["rows"]
+    with pytest.raises(PlanError, match="TimeoutError"), explained_planning():
+        plan_given(*known, longest_s=0)

@@ -16,29 +16,12 @@ def test_plain_names_are_folders_of_the_root(tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "",
-        ".",
-        "..",
-        "../x",
-        "a/b",
-        "a/../../x",
-        "/etc",
-        "a\\b",
-        "~",
-        "~root",
-        ".hidden",
-        "-rf",
-        " a",
-        "a ",
-        "a\n",
-        "a\0b",
-    ]
-    + ["a\tb", "a\u202eb", "C:x", "a:b", "$HOME", "a*", "x" * 256, "ä" * 128, "%2e%2e", "a\ud800"],
+    ["", ".", "..", "../x", "a/b", "a/../../x", "/etc", "a\\b", "~", "~root", ".hidden", "-rf", " a", "a ", "a\n"]
+    + ["a\0b", "a\tb", "a\u202eb", "C:x", "a:b", "$HOME", "a*", "x" * 256, "ä" * 128, "%2e%2e", "a\ud800"],
 )
 def test_other_names_are_refused(tmp_path, name):
     """`..`, an absolute path, a hidden folder, or a name that a shell or a terminal reads in its own way."""
-    with pytest.raises(ConfigError, match="expected the name of a run") as caught:
+    with pytest.raises(ConfigError, match="name of") as caught:
         find_run(tmp_path, name)
     assert str(caught.value).isprintable()
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lorashard.runtime.disk import PatientFiles
 from lorashard.errors import ConfigError, RunStopped
-from lorashard.training.meter import RankMeter
 from lorashard.runs.folder import Run
 from lorashard.runs.status import Status, told_status
+from lorashard.runtime.disk import PatientFiles
+from lorashard.training.callbacks import RunCallback
+from lorashard.training.meter import RankMeter
 
 
 def read(folder: Path) -> dict:
@@ -60,14 +63,17 @@ def test_a_slow_disk_is_written_to_less_often(tmp_path, monkeypatch):
 
 
 def test_an_end_tells_the_last_step_though_it_was_not_its_turn_to_be_written(tmp_path):
-    """A run that has saved step 9 and is shown to have ended at step 5."""
-    run = Run(tmp_path, 0, 1)
+    """A run that has saved step 9 and is shown to have ended at step 5, or as its launcher saw it: at no step."""
+    launcher = Status.begin(tmp_path)
+    run = Run(tmp_path, 0, 2)
     for step in range(10):
         run.note_step(step, 20)
     assert read(tmp_path)["step"] == 0
-    run.status.end("stopped", "SIGTERM")
-    status = read(tmp_path)
-    assert (status["step"], status["max_steps"], status["phase"], status["error"]) == (9, 20, "stopped", "SIGTERM")
+    for status, phase, error in ((run.status, "stopped", "SIGTERM"), (launcher, "failed", "boom")):
+        launcher.hear_ranks()
+        status.end(phase, error)
+        said = read(tmp_path)
+        assert (said["step"], said["max_steps"], said["phase"], said["error"]) == (9, 20, phase, error)
 
 
 def test_ranks_go_on_with_what_the_launcher_has_said(tmp_path):
@@ -90,17 +96,19 @@ def test_ranks_go_on_with_what_the_launcher_has_said(tmp_path):
     ("error", "phase", "words"),
     [
         (ConfigError("no such model"), "failed", "no such model"),
-        (RunStopped("stopped by SIGTERM before"), "stopped", "stopped by SIGTERM before"),
+        (RunStopped("stopped by SIGTERM"), "stopped", "stopped by SIGTERM"),
         (KeyboardInterrupt(), "stopped", "stopped by SIGINT"),
         (OSError("boom"), "failed", "OSError: boom"),
     ],
 )
 def test_what_ends_a_run_before_its_ranks_is_told(tmp_path, error, phase, words):
-    """A run that says for ever that it starts."""
+    """A run that says for ever that it starts, or is shown at the step of the one before."""
+    Run(tmp_path, 0, 2).status.enter("train", step=30)
     with pytest.raises(type(error)), told_status(tmp_path) as status:
         status.enter("download")
         raise error
-    assert (read(tmp_path)["phase"], read(tmp_path)["error"]) == (phase, words)
+    status = read(tmp_path)
+    assert (status["phase"], status["error"], "step" in status) == (phase, words, False)
 
 
 def test_what_a_rank_says_of_its_end_stays(tmp_path):
@@ -140,42 +148,42 @@ def test_a_cpu_rank_tells_how_busy_it_is():
     assert line["cpu_percent"] > 10 and abs(line["time"] - time.time()) < 5
 
 
-def test_a_driver_that_does_not_answer_is_not_asked_again(monkeypatch):
-    """A run that ends because a library or a right is missing, or that asks in vain at each logged step."""
-    asked: list[str] = []
+@pytest.fixture
+def gpu(monkeypatch) -> dict:
+    """What a GPU's driver answers, by torch's names of the questions; an exception is raised."""
+    answers = {"max_memory_allocated": 5, "mem_get_info": (3, 10), "utilization": 99, "temperature": 40}
 
-    def refuse() -> int:
-        asked.append("utilization")
-        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+    def answer(name: str):
+        found = answers[name]() if callable(answers[name]) else answers[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 10))
-    monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    monkeypatch.setattr(torch.cuda, "temperature", lambda: 40)
-    meter = make_meter()
-    first, second = meter.read(), meter.read()
-    assert asked == ["utilization"] and "utilization_percent" not in first
-    for line in (first, second):
-        found = line["device_total_bytes"], line["device_used_bytes"], line["temperature_c"]
-        assert found == (10, 7, 40)
+    for name in answers:
+        monkeypatch.setattr(torch.cuda, name, partial(answer, name))
+    return answers
 
 
-def test_a_driver_is_not_asked_in_each_of_many_short_steps(monkeypatch):
-    """Milliseconds of each step, at logging_steps 1; or a temperature that never changes."""
-    asked: list[int] = []
-
-    def read_temperature() -> int:
-        asked.append(1)
-        return 40 + len(asked)
-
+def test_a_driver_that_does_not_answer_is_not_asked_again(monkeypatch, gpu):
+    """A run that ends because a library or a right is missing, or that asks in vain at each logged step."""
+    asked: list[float] = []
+    gpu["utilization"] = lambda: asked.append(now_s[0]) or ModuleNotFoundError("nvidia-ml-py")
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 10))
-    monkeypatch.setattr(torch.cuda, "utilization", lambda: 99)
-    monkeypatch.setattr(torch.cuda, "temperature", read_temperature)
+    meter = make_meter()
+    for now_s[0] in (100.0, 110.0):
+        line = meter.read()
+        found = line["device_total_bytes"], line["device_used_bytes"], line["temperature_c"]
+        assert found == (10, 7, 40) and "utilization_percent" not in line
+    assert asked == [100.0]
+
+
+def test_a_driver_is_not_asked_in_each_of_many_short_steps(monkeypatch, gpu):
+    """Milliseconds of each step, at logging_steps 1; or a temperature that never changes."""
+    gpu["temperature"] = count(41).__next__
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     meter = make_meter()
     found = []
     for _ in range(8):
@@ -184,3 +192,12 @@ def test_a_driver_is_not_asked_in_each_of_many_short_steps(monkeypatch):
         found.append(line["temperature_c"])
         now_s[0] += 0.5
     assert found == [41, 41, 41, 41, 42, 42, 42, 42]
+
+
+def test_the_peak_of_device_memory_is_that_of_training(monkeypatch, gpu, tmp_path):
+    """Catches a plan that looks wrong by what loading or the probe took at once, before the first step."""
+    gpu["max_memory_allocated"] = 80
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: gpu.update(max_memory_allocated=5))
+    meter = make_meter()
+    RunCallback(Run(tmp_path, 0, 1), meter).on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
+    assert meter.read()["device_peak_bytes"] == 5

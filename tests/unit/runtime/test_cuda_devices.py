@@ -60,11 +60,13 @@ def test_several_gpus_without_a_launcher_are_told_of(
 
 def test_the_device_argument_is_given_its_index_too(monkeypatch, current):
     """Catches `load(device=torch.device("cuda"))`, which fails on one GPU although there is no other."""
-    asked = []
-    monkeypatch.setattr(api, "load_sharded", lambda *args, **options: asked.append(args[3]))
-    monkeypatch.setattr(api, "_finish", lambda model, *args: model)
-    api.load("a/base", LoraConfig(), "replicate", device=CUDA, dtype=torch.float32)
-    assert asked == [torch.device("cuda", 0)]
+
+    def load_sharded(name: str, lora: LoraConfig, placement: object, device: torch.device, *_, **__) -> None:
+        raise FileNotFoundError(str(device))
+
+    monkeypatch.setattr(api, "load_sharded", load_sharded)
+    with pytest.raises(FileNotFoundError, match="cuda:0"):
+        api.load("a/base", LoraConfig(), "replicate", device=CUDA, dtype=torch.float32)
 
 
 def test_a_placeholder_moves_to_the_device_that_it_is_on(current):

@@ -48,10 +48,10 @@ def test_ranks_are_those_asked_for_or_all_gpus(
 @pytest.mark.parametrize(
     ("asked", "gpus", "message"),
     [
-        (1, VisibleGpus(0), "this machine has no GPU: give --cpu N"),
-        (1, VisibleGpus(0, "the CUDA driver cannot start"), "the CUDA driver cannot start: give --cpu N"),
-        (5, FOUR, "only 4 GPUs are visible"),
-        ([0, 4], FOUR, "--gpus 0,4: there is no GPU 4 among the 4"),
+        (1, VisibleGpus(0), "no GPU: .*--cpu"),
+        (1, VisibleGpus(0, "driver too old"), "driver too old: .*--cpu"),
+        (5, FOUR, "4 GPUs"),
+        ([0, 4], FOUR, "--gpus 0,4: .*GPU 4"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(asked: int | list[int], gpus: VisibleGpus, message: str) -> None:
@@ -106,7 +106,7 @@ def test_a_number_of_ranks_must_be_the_launchers() -> None:
     check_launcher(make_config(cpu=2), torchrun)
     check_launcher(make_config(gpus=2), torchrun)
     for options in ({"cpu": 4}, {"gpus": 1}, {"gpus": [0, 1]}):
-        with pytest.raises(ConfigError, match="torchrun or accelerate launch"):
+        with pytest.raises(ConfigError, match="torchrun"):
             check_launcher(make_config(**options), torchrun)
     check_launcher(make_config(gpus=[0, 2]), Launcher(0, 2, 2, is_lorashard=True))
 

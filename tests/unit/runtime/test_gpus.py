@@ -2,101 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from helpers.nvml import GIB, Cuda, Nvml, card
 
-from lorashard.runtime import gpus
 from lorashard.runtime.gpus import list_gpus
-
-GIB = 2**30
-
-
-class NvmlError(Exception):
-    """What the driver raises."""
-
-
-class Nvml:
-    """A driver with some cards; a handle is a card's own record."""
-
-    NVMLError = NvmlError
-    NVML_TEMPERATURE_GPU = 0
-    NVML_DEVICE_MIG_ENABLE = 1
-
-    def __init__(self, *cards: SimpleNamespace, is_there: bool = True) -> None:
-        self.cards = cards
-        self.is_there = is_there
-        self.num_open = 0
-
-    def nvmlInit(self):
-        if not self.is_there:
-            raise NvmlError("Driver Not Loaded")
-        self.num_open += 1
-
-    def nvmlShutdown(self):
-        self.num_open -= 1
-
-    def nvmlDeviceGetCount(self):
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return self.cards[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        parts = [part for card in self.cards for part in (card, *card.parts)]
-        found = [part for part in parts if part.uuid == uuid]
-        if not found:
-            raise NvmlError("Not Found")
-        return found[0]
-
-    def nvmlDeviceGetMigMode(self, card):
-        return (1 if card.parts else 0, 0)
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, card):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, card, place):
-        if place >= len(card.parts):
-            raise NvmlError("Not Found")
-        return card.parts[place]
-
-    def nvmlDeviceGetUUID(self, card):
-        return card.uuid
-
-    def nvmlDeviceGetName(self, card):
-        return self._tell(card.name)
-
-    def nvmlDeviceGetMemoryInfo(self, card):
-        return self._tell(card.memory)
-
-    def nvmlDeviceGetUtilizationRates(self, card):
-        return SimpleNamespace(gpu=self._tell(card.utilization))
-
-    def nvmlDeviceGetTemperature(self, card, kind):
-        return self._tell(card.temperature)
-
-    def _tell(self, value):
-        if value is None:
-            raise NvmlError("Not Supported")
-        return value
-
-
-def card(number: int, name: str | None = "H100", parts: tuple = (), **facts) -> SimpleNamespace:
-    memory = SimpleNamespace(total=80 * GIB, free=(70 + number) * GIB)
-    known = {"uuid": f"GPU-{number}{number}aa-bb", "memory": memory, "utilization": 10 + number, "temperature": 40}
-    return SimpleNamespace(name=name, parts=parts, **known | facts)
 
 
 @pytest.fixture
 def drive(monkeypatch):
-    """Put a driver in place of the machine's."""
+    """Put a driver in place of the machine's; `order` is that of CUDA, which else does not answer."""
 
-    def drive(*cards: SimpleNamespace, **options) -> Nvml:
-        nvml = Nvml(*cards, **options)
+    def drive(*cards: SimpleNamespace, order: Sequence[int] = (), **options) -> Nvml:
+        nvml = Nvml(lambda: cards, **options)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(gpus, "_ask_cuda", lambda: [])
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: Cuda([cards[place].uuid for place in order]))
         return nvml
 
     return drive
@@ -117,7 +42,7 @@ def test_what_the_driver_tells_is_listed(drive):
     [
         (None, [0, 1, 2]),
         ("2,0", [2, 0]),
-        ("GPU-11aa-bb, 0", [1, 0]),
+        ("GPU-11aaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee, 0", [1, 0]),
         ("GPU-1", [1]),
         ("GPU", []),
         ("GPU-", []),
@@ -143,15 +68,14 @@ def test_parts_of_a_card_are_listed_as_cuda_uses_them(drive):
         for n in (1, 2)
     )
     drive(card(0, parts=parts), card(1))
-    assert [gpu.uuid for gpu in list_gpus({})] == ["MIG-1", "GPU-11aa-bb"]
+    assert [gpu.uuid[:6] for gpu in list_gpus({})] == ["MIG-1", "GPU-11"]
     named = list_gpus({"CUDA_VISIBLE_DEVICES": "MIG-2,MIG-1,MIG-7"})
     assert [(gpu.uuid, gpu.total_bytes) for gpu in named] == [("MIG-2", 10 * GIB), ("MIG-1", 10 * GIB)]
 
 
-def test_different_cards_are_numbered_as_cuda_numbers_them(drive, monkeypatch):
+def test_different_cards_are_numbered_as_cuda_numbers_them(drive):
     """CUDA puts the fastest card first, the driver the first slot: a run on another card than the one that was free."""
-    drive(card(0, "GT 1030"), card(1, "RTX 5090"))
-    monkeypatch.setattr(gpus, "_ask_cuda", lambda: ["GPU-11aa-bb", "GPU-00aa-bb"])
+    drive(card(0, "GT 1030"), card(1, "RTX 5090"), order=(1, 0))
     assert [gpu.name for gpu in list_gpus({})] == ["RTX 5090", "GT 1030"]
     assert [gpu.name for gpu in list_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})] == ["GT 1030", "RTX 5090"]
 
@@ -165,7 +89,7 @@ def test_a_driver_that_does_not_answer_is_no_error(drive):
     assert (gpu.utilization_percent, gpu.temperature_c) == (None, None)
     drive(card(0, name=None, memory=None))
     (gpu,) = list_gpus({})
-    assert (gpu.name, gpu.free_bytes) == ("a GPU that does not answer", 0)
+    assert gpu.name and gpu.free_bytes == 0
 
 
 def test_a_gpu_without_memory_of_its_own_has_the_machines(drive):

@@ -75,7 +75,7 @@ def test_the_place_names_the_model_and_the_innermost_call() -> None:
 
     place = layer["forward"](lambda: describe_place(sys._getframe()))
 
-    assert place.startswith("tests/unit/runtime/test_heartbeat.py:")
+    assert place.startswith("unit/runtime/test_heartbeat.py:")
     assert place.endswith(" (<lambda>) in models/tiny/modeling_tiny.py:2 (forward)")
 
 
@@ -90,15 +90,11 @@ def test_the_reason_is_what_can_be_seen_of_the_process() -> None:
     process.kill()
     process.communicate()
 
-    assert stopped == (
-        f"rank 1 (host {here['host']}, pid {process.pid}) has given no sign of life for 120 s: its process is stopped, "
-        "by a signal or a debugger; it stood in 'train' of step 12, at a/b/c.py:3 (wait); raise heartbeat_timeout if "
-        "it was only slow"
-    )
-    assert "its process is gone" in explain_silence([None, here], [1], 120)
+    told = (f"rank 1 (host {here['host']}, pid {process.pid})", "120 s", "process is stopped", "'train' of step 12")
+    assert [part for part in (*told, "a/b/c.py:3 (wait)", "heartbeat_timeout") if part not in stopped] == []
+    assert "process is gone" in explain_silence([None, here], [1], 120)
     elsewhere = explain_silence([None, here | {"host": "node-7"}, here], [1, 2], 120)
-    assert "(host node-7, " in elsewhere and " for 120 s, nor has rank 2: " in elsewhere
-    assert "its machine or the network is gone" in elsewhere
+    assert [part for part in ("(host node-7, ", "120 s", "rank 2", "network is gone") if part not in elsewhere] == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_the_reason_is_what_can_be_seen_of_the_process() -> None:
     [
         ("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation", True),
         ("wait timeout after 3000ms, keys: /a", True),
-        ("Connection closed by peer [127.0.0.1]:1234", False),
+        ("Connection closed [127.0.0.1]:1234", False),
     ],
 )
 def test_a_timeout_is_told_from_other_failures(message: str, is_one: bool) -> None:
@@ -239,8 +235,8 @@ def test_a_stopped_rank_is_named_and_the_others_end(group: Group) -> None:
     for failure in failures:
         details = failure["extraInfo"]
         assert details["user_error"].startswith(f"rank 1 (host {socket.gethostname()}, pid {group.ranks[1].pid}) has")
-        assert "its process is stopped" in details["user_error"]
-        assert "stood in 'train' of step 7, at tests/unit/runtime/test_heartbeat.py" in details["user_error"]
+        assert "process is stopped" in details["user_error"]
+        assert "'train' of step 7, at unit/runtime/test_heartbeat.py" in details["user_error"]
         assert (details["exit_code"], details["is_hang"]) == (1, True)
     assert len(failures) == 2
     assert len(list(group.folder.glob("told_*"))) == 1
@@ -272,32 +268,31 @@ def test_ranks_that_were_all_stopped_go_on(group: Group) -> None:
     assert group.read_failures() == []
 
 
-def end_in_turn(rank: int, heartbeat: Heartbeat) -> None:
-    time.sleep(1 + rank * 1.5 * TIMEOUT_S)
+def compute_and_end_in_turn(rank: int, heartbeat: Heartbeat) -> None:
+    """Rank 1 is busy until rank 0 ends, which watches it, and watches afterwards."""
+    PLACE.append(("save", 3))
+    end_s = time.monotonic() + 1.5 * TIMEOUT_S
+    while time.monotonic() < end_s:
+        if rank == 0:
+            time.sleep(0.1)
+    while rank and time.monotonic() < end_s + 1.5 * TIMEOUT_S:
+        time.sleep(0.1)
+    (find_folder() / f"ranks_{rank}").write_text(heartbeat.describe_ranks())
 
 
 @pytest.mark.slow
 def test_ranks_may_end_at_different_times(group: Group) -> None:
-    """Catches a rank that is missed because it was done first."""
-    group.start(end_in_turn)
+    """Catches a rank that is missed because it was done first, and a busy main thread that is taken for silence.
 
-    assert group.join(0, 1, 2) == [0, 0, 0]
-    assert group.read_failures() == []
-
-
-def compute_in_python(rank: int, heartbeat: Heartbeat) -> None:
-    until_s = time.monotonic() + 1.5 * TIMEOUT_S
-    while time.monotonic() < until_s:
-        pass
-
-
-@pytest.mark.slow
-def test_a_busy_main_thread_is_no_silence(group: Group) -> None:
-    """Catches a watch that a long tokenisation, loading or evaluation sets off."""
-    group.start(compute_in_python, num_ranks=2)
+    Where every rank stood can be asked: else a collective's timeout does not tell which rank did not come.
+    """
+    group.start(compute_and_end_in_turn, num_ranks=2)
 
     assert group.join(0, 1) == [0, 0]
     assert group.read_failures() == []
+    early, late = ((group.folder / f"ranks_{rank}").read_text().splitlines() for rank in (0, 1))
+    assert [line.split(", at ")[0] for line in early] == [f"rank {rank}: 'save' of step 3" for rank in (0, 1)]
+    assert late[0] == "rank 0: at its end"
 
 
 @pytest.mark.slow
@@ -313,22 +308,3 @@ def test_without_a_store_nobody_is_blamed(group: Group) -> None:
 
     assert [rank.is_alive() for rank in group.ranks] == [True, True]
     assert group.read_failures() == []
-
-
-def describe_the_other(rank: int, heartbeat: Heartbeat) -> None:
-    """Rank 1 ends once it has seen where both stand, and rank 0 once it has seen that end."""
-    PLACE.append(("save", 3))
-    num_lines, words = (2, "'save' of step 3") if rank else (1, "at its end")
-    wait_until(lambda: heartbeat.describe_ranks().count(words) == num_lines)
-    (find_folder() / f"ranks_{rank}").write_text(heartbeat.describe_ranks())
-
-
-@pytest.mark.slow
-def test_where_every_rank_stood_can_be_asked(group: Group) -> None:
-    """Catches a collective's timeout that does not tell which rank did not come."""
-    group.start(describe_the_other, num_ranks=2)
-
-    assert group.join(0, 1) == [0, 0]
-    early, late = ((group.folder / f"ranks_{rank}").read_text().splitlines() for rank in (1, 0))
-    assert [line.split(", at ")[0] for line in early] == [f"rank {rank}: 'save' of step 3" for rank in (0, 1)]
-    assert late[1] == "rank 1: at its end"

@@ -18,7 +18,7 @@ from lorashard.runtime.plugins import refuse_plugins
         ("ACCELERATE_USE_FSDP", "True", "FSDP .*leave out --use_fsdp.*multi-GPU"),
         ("ACCELERATE_USE_MEGATRON_LM", "1", "Megatron-LM .*leave out --use_megatron_lm"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "leave out --use_parallelism_config"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "compile the whole model .*give torch_compile to lorashard"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "torch_compile"),
     ],
 )
 def test_a_plugin_that_wants_the_whole_model_is_refused(monkeypatch, variable, value, message):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from torch import nn
 
 from lorashard.model import converted
@@ -17,8 +19,7 @@ from lorashard.model.sources import MemorySource
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight
 from lorashard.runtime import progress
 from lorashard.runtime.progress import ProgressLines, show_amount, told_progress, told_work
-from lorashard.weights import fingerprint as identities
-from lorashard.weights.fingerprint import BaseIdentity
+from lorashard.weights.fingerprint import BaseIdentity, hash_file
 
 
 @pytest.fixture
@@ -57,16 +58,15 @@ def test_short_work_and_other_ranks_are_silent(clock):
 
 def test_work_that_does_not_count_is_named_while_it_lasts(monkeypatch, capsys):
     """Catches a probe that takes ten seconds in silence, and a line after the end of a short one."""
-    monkeypatch.setattr(progress, "_SILENT_S", 0.05)
-    with told_work("measuring the speeds"):
+    with told_work("a short probe"), told_work("another rank's", is_shown=False, silent_s=0):
         pass
-    with told_work("on another rank", is_shown=False):
-        time.sleep(0.1)
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-    with told_work("measuring the speeds"):
-        time.sleep(0.2)
-        assert capsys.readouterr().err == "lorashard: measuring the speeds ...\n"
+    told = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", told)
+    with told_work("probing", silent_s=0.01):
+        deadline_s = time.monotonic() + 30
+        while not told.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert told.getvalue() == "lorashard: probing ...\n" and capsys.readouterr().err == ""
 
 
 def test_amounts_are_for_people():
@@ -76,29 +76,14 @@ def test_amounts_are_for_people():
     assert show_amount(1200, 4800, "rows") == "1,200 of 4,800 rows"
 
 
-def test_hashing_tells_how_many_bytes_it_has_read(tmp_path: Path, monkeypatch):
-    """Catches the silence of the first load of 140 GB, and a hash that is another one for being counted."""
-    monkeypatch.setattr("lorashard.weights.fingerprint.find_cache_dir", lambda: tmp_path / "cache")
-    contents = {"a.safetensors": b"a" * 2**20, "b.safetensors": b"b" * 10}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    told: list[tuple[int, int | None, str]] = []
-    identity = BaseIdentity.of([tmp_path / name for name in contents], lambda *counts: told.append(counts))
-    assert identity.files == {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    total = sum(map(len, contents.values()))
-    assert len(told) > 2 and told[-1] == (total, total, "bytes hashed")
-    assert [done for done, *_ in told] == sorted(done for done, *_ in told)
-
-
 def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path: Path, monkeypatch):
     """Catches rank 0's bar standing still for minutes, since rank 1 came first and converts."""
-    monkeypatch.setattr(converted, "find_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     weights = [FoundWeight(name, nn.Parameter(torch.ones(4), requires_grad=False)) for name in "ab"]
     units = [FoundUnit(f"layers.{number}", LAYER, [weight]) for number, weight in enumerate(weights)]
-    write, has_begun, is_heard = converted._write, threading.Event(), threading.Event()
+    has_begun, is_heard = threading.Event(), threading.Event()
 
-    def write_slowly(*given) -> None:
-        write(*given)
+    def hold_up(*_) -> None:  # after its first unit
         has_begun.set()
         assert is_heard.wait(30)
 
@@ -110,9 +95,8 @@ def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path
         made = converted.ConvertedUnits(units, MemorySource(), [])
         made.make(torch.device("cpu"), converted.FOR_FILE, progress)
 
-    monkeypatch.setattr(converted, "_write", write_slowly)
     told: list[tuple[int, int | None, str]] = []
-    first = threading.Thread(target=make, args=(lambda *counts: None,))
+    first = threading.Thread(target=make, args=(hold_up,))
     first.start()
     assert has_begun.wait(30)
     make(hear)
@@ -120,20 +104,25 @@ def test_who_waits_for_another_process_to_convert_hears_how_far_that_is(tmp_path
     assert told[0] == (1, 2, "units converted")
 
 
-def test_files_whose_hash_is_known_count_as_hashed(tmp_path: Path, monkeypatch):
-    """Catches a bar that ends at 5 of 140 GB, since the other files were hashed before or named by the hub's cache."""
-    monkeypatch.setattr(identities, "find_cache_dir", lambda: tmp_path / "cache")
+def test_hashing_tells_how_many_bytes_are_done(tmp_path: Path, monkeypatch):
+    """Catches the silence of the first load of 140 GB, and a hash that is another one for being counted.
+
+    Files that were hashed before, or are named by the hub's cache, count as hashed: the bar would end at 5 of 140 GB.
+    """
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     later_s = time.time() + 60
-    monkeypatch.setattr(
-        identities.time, "time", lambda: later_s
-    )  # files that have just been written are not remembered
+    monkeypatch.setattr(time, "time", lambda: later_s)  # files that have just been written are not remembered
     blob = tmp_path / "blobs" / ("0" * 64)
-    files = [tmp_path / "known.safetensors", tmp_path / "new.safetensors", blob]
     blob.parent.mkdir()
-    for number, file in enumerate(files):
-        file.write_bytes(b"x" * 1000 * (number + 1))
-    identities.hash_file(files[0])
-    assert (tmp_path / "cache" / "hashes.json").exists()
+    contents = {tmp_path / "known": b"k" * 1000, tmp_path / "new": b"n" * 2**20, blob: b"b" * 3000}
+    for file, content in contents.items():
+        file.write_bytes(content)
+    hash_file(tmp_path / "known")
+    assert (tmp_path / "lorashard" / "hashes.json").exists()
     told: list[tuple[int, int | None, str]] = []
-    BaseIdentity.of(files, lambda *counts: told.append(counts))
-    assert told[-1] == (6000, 6000, "bytes hashed")
+    identity = BaseIdentity.of(list(contents), lambda *counts: told.append(counts))
+    hashes = {file.name: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
+    assert identity.files == hashes | {blob.name: blob.name}
+    total = 2**20 + 4000
+    assert len(told) > 4 and told[-1] == (total, total, "bytes hashed")
+    assert [done for done, *_ in told] == sorted(done for done, *_ in told)

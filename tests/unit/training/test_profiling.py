@@ -39,5 +39,5 @@ def test_an_uneven_rank_is_named():
     waiting = even | dict(compute_s=6.0, exposed_s=4.0)
     assert "**Rank 1 computes 65% longer than rank 0**" in describe([waiting, even, waiting], 3, 5)
     assert "At most 40%" in describe([waiting, even], 3, 5)
-    assert "The ranks are even" in describe([even, even], 3, 5)
+    assert "ranks are even" in describe([even, even], 3, 5)
     assert "ank 0" not in describe([even], 3, 3)

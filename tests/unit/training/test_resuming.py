@@ -40,16 +40,16 @@ def save(folder: Path, step: int, facts: Facts = SAVED) -> Path:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"method": "dpo"}, "was written by method sft, and this run is dpo"),
-        ({"lora": LORA | {"r": 8}}, "trained with r 16, and this run has 8"),
-        ({"lora": LORA | {"target_modules": "all-linear"}}, "trained with target_modules"),
-        ({"lora": LORA | {"modules_to_save": ["lm_head"]}}, "trained with modules_to_save None"),
-        ({"data_sha256": "cd" * 32}, "the data have changed since checkpoint-4.*abababababab.*cdcdcdcdcdcd"),
-        ({"num_rows": 21}, "the data have changed since checkpoint-4.*on 22 rows.*21 with"),
-        ({"order": "random, seed 43"}, "seed 42; this run has random, seed 43"),
-        ({"order": "sequential, seed 42"}, "came in another order"),
-        ({"rows_per_step": 16, "world_size": 4}, "8 rows a step on 2 ranks.*16 on 4: give --global_batch_size 8"),
-        ({"rows_per_epoch": 24, "world_size": 4}, "22 rows an epoch on 2 ranks.*24 on 4.*go on with 2 ranks"),
+        ({"method": "dpo"}, "method sft, .*dpo"),
+        ({"lora": LORA | {"r": 8}}, "r 16, .*8"),
+        ({"lora": LORA | {"target_modules": "all-linear"}}, "target_modules"),
+        ({"lora": LORA | {"modules_to_save": ["lm_head"]}}, "modules_to_save None"),
+        ({"data_sha256": "cd" * 32}, "data have changed.*checkpoint-4.*abababababab.*cdcdcdcdcdcd"),
+        ({"num_rows": 21}, "data have changed.*checkpoint-4.*22 rows.*21 "),
+        ({"order": "random, seed 43"}, "seed 42; .*random, seed 43"),
+        ({"order": "sequential, seed 42"}, "in another order"),
+        ({"rows_per_step": 16, "world_size": 4}, "8 rows .*2 ranks.*16 on 4: give --global_batch_size 8"),
+        ({"rows_per_epoch": 24, "world_size": 4}, "22 rows .*2 ranks.*24 on 4.*with 2 ranks"),
     ],
 )
 def test_what_decides_the_steps_must_be_as_it_was(tmp_path, change, message):
@@ -73,7 +73,7 @@ def test_an_epoch_s_end_matters_where_it_is_still_to_come(tmp_path, step, max_st
     found = [make_config(tmp_path), make_arguments(max_steps=max_steps), save(tmp_path, step)]
     moved = replace(SAVED, world_size=4, rows_per_epoch=24)
     if is_refused:
-        with pytest.raises(ConfigError, match="the last step of an epoch"):
+        with pytest.raises(ConfigError, match="last step"):
             check_resume(*found, moved, pytest.fail)
     else:
         assert check_resume(*found, moved, pytest.fail) == 2
@@ -92,7 +92,7 @@ def test_filled_steps_are_said_where_they_are_new(tmp_path):
     said: list[str] = []
     assert check_resume(filling, make_arguments(), checkpoint, moved, said.append) == 2
     assert len(said) == 1 and "24 rows an epoch, 22 before checkpoint-4" in said[0]
-    with pytest.raises(ConfigError, match="the last step of an epoch"):
+    with pytest.raises(ConfigError, match="last step"):
         check_resume(filling, make_arguments(train_sampling_strategy="sequential"), checkpoint, moved, pytest.fail)
     both = save(tmp_path / "both", 4, replace(SAVED, rows_per_epoch=24))
     assert check_resume(filling, make_arguments(), both, moved, pytest.fail) == 2
@@ -134,10 +134,10 @@ def test_to_start_afresh_never_costs_a_finished_adapter(tmp_path):
     """`auto` in the folder of a run that saved no checkpoints, or whose are all damaged, would delete it."""
     auto, true = (make_config(tmp_path, resume_from_checkpoint=wanted) for wanted in ("auto", True))
     check_wanted(auto)
-    with pytest.raises(ConfigError, match="expected a complete checkpoint in .*, found none; leave the option out"):
+    with pytest.raises(ConfigError, match="found none"):
         check_wanted(true)
     (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match="found none, and a finished adapter.*--overwrite_output_dir"):
+    with pytest.raises(ConfigError, match="finished adapter.*--overwrite_output_dir"):
         check_wanted(auto)
     check_wanted(make_config(tmp_path, resume_from_checkpoint="auto", overwrite_output_dir=True))
     (save(tmp_path, 2) / "manifest.json").unlink()
@@ -153,7 +153,7 @@ def test_a_checkpoint_may_have_any_name_and_must_be_one(tmp_path):
     assert read_progress(place) == 4
     check_wanted(make_config(tmp_path, resume_from_checkpoint=str(place)))
     for name, message in [("nowhere", "found nothing at"), (".", "found one without")]:
-        with pytest.raises(ConfigError, match=f"expected a checkpoint's folder.*{message}"):
+        with pytest.raises(ConfigError, match=f"checkpoint's folder.*{message}"):
             check_wanted(make_config(tmp_path, resume_from_checkpoint=str(tmp_path / name)))
     for damaged in ("", "[]", "{}"):
         (place / "trainer_state.json").write_text(damaged)
@@ -166,7 +166,7 @@ def test_facts_of_another_version_are_told_and_skipped(tmp_path):
     checkpoint = save(tmp_path, 4)
     manifest = read_manifest(checkpoint)
     for facts in (manifest.facts | {"later": 1}, {k: v for k, v in manifest.facts.items() if k != "is_resumable"}):
-        with pytest.raises(CheckpointError, match="checkpoint-4 was written by another version of lorashard"):
+        with pytest.raises(CheckpointError, match="checkpoint-4 .*another version"):
             Facts.read(replace(manifest, facts=facts))
     older = dict(SAVED.lora)
     del older["modules_to_save"]  # an option that it did not know

@@ -86,7 +86,7 @@ def test_a_checkpoint_that_a_stop_asks_for_can_be_gone_on_from(tmp_path, asked):
     """`save_only_model` leaves the optimizer out: the run that is told to go on from there would start afresh."""
     trainer = make_trainer(tmp_path, [], asked, max_steps=3, save_only_model=True)
     if asked:
-        with pytest.raises(RunStopped, match="stopped by SIGTERM, saved at step 1"):
+        with pytest.raises(RunStopped, match="SIGTERM.*step 1"):
             trainer.train()
     else:
         trainer.train()

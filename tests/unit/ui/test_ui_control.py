@@ -10,17 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from helpers.small_demo import DEMO, copy_small_demo
+from helpers.waiting import wait_until
 
 from lorashard.errors import ConfigError
-from lorashard.runs.lock import find_owner, lock_run
+from lorashard.runs.lock import find_owner, find_process, lock_run
 from lorashard_ui.reading.runs import Runs
-from lorashard_ui.running import control, detached
 from lorashard_ui.running.control import delete_run, explain_no_resume, resume_run, save_run, start_run, stop_run
 
 # Says which signals it got, and goes on.
@@ -38,13 +37,6 @@ with lock_run(Path(sys.argv[1])):
     while True:
         time.sleep(0.05)
 """
-
-
-def wait_until(is_true: Callable[[], object], what: object = "it", timeout_s: float = 250) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline_s, f"{what() if callable(what) else what} did not happen in time"
-        time.sleep(0.05)
 
 
 def make_yaml(max_steps: int = 2, cpu: int = 1, demo: Path = DEMO, **options: object) -> str:
@@ -75,9 +67,24 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("LORASHARD_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     yield tmp_path / "runs"
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(tmp_path) in word for word in process.info["cmdline"] or []):
+    for file in tmp_path.glob("runs/*/.launcher.json"):
+        record = json.loads(file.read_text())
+        launcher = find_process(record["pid"], record["begin_s"])
+        for process in (*launcher.children(recursive=True), launcher) if launcher else ():
             process.kill()
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Have a shell script stand in for each Python that is started to run lorashard: `stand_in("exec sleep 60")`."""
+
+    def stand_in(script: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\ncase "$*" in *detached.py*) exec {sys.executable} "$@";; esac\n{script}\n')
+        python.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    return stand_in
 
 
 @pytest.fixture
@@ -128,11 +135,9 @@ def refuse(*_: object) -> None:
     raise AssertionError("a process was started")
 
 
-def test_a_run_outlives_a_killed_server(root, demo, monkeypatch):
-    """A run that dies with its server, gets what is the server's own, or whose end nobody is told after its restart;
-    and pages that do not understand what a run writes."""
-    monkeypatch.setenv("GRADIO_SERVER_PORT", "1")
-    monkeypatch.setenv("RANK", "0")
+def test_a_run_outlives_a_killed_server(root, demo, forks):
+    """A run that dies with its server, or whose end nobody is told after its restart; and pages that do not understand
+    what a run writes."""
     script = (
         "import psutil, sys, time; from pathlib import Path; from lorashard_ui.running.control import start_run; "
         "start_run(Path(sys.argv[1]), 'first', sys.argv[2]); "
@@ -141,24 +146,24 @@ def test_a_run_outlives_a_killed_server(root, demo, monkeypatch):
     text = make_yaml(demo=demo, output_dir="/nowhere", save_strategy="steps", save_steps=1)
     words = [sys.executable, "-c", script, str(root), text]
     server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    record = root / "first" / ".launcher.json"
+    wait_until(record.exists)
+    launcher = psutil.Process(json.loads(record.read_text())["pid"])
+    launcher.suspend()  # a run of two steps is soon over
     assert server.stdout is not None and server.stdout.readline() == "left\n"  # no zombie
-    runs = Runs(root)
-    assert [(row.name, row.state) for row in runs.list()] == [("first", "starting")]
     os.killpg(server.pid, signal.SIGKILL)
     server.communicate()
-    record = json.loads((root / "first" / ".launcher.json").read_text())
-    assert os.getsid(record["pid"]) == record["pid"] != os.getsid(0)
-    environ = psutil.Process(record["pid"]).environ()
-    assert "RANK" not in environ and "GRADIO_SERVER_PORT" not in environ and "HF_HOME" in environ
-    with pytest.raises(ConfigError, match="something called first already"):
+    assert os.getsid(launcher.pid) == launcher.pid != os.getsid(0)
+    with pytest.raises(ConfigError, match="first already"):
         start_run(root, "first", make_yaml())
-    with pytest.raises(ConfigError, match="stop it first"):
+    with pytest.raises(ConfigError, match="stop it"):
         delete_run(root, "first")
+    launcher.resume()
     wait_until(lambda: read_exit(root, "first") is not None, lambda: read_log(root, "first"))
     assert read_exit(root, "first") == 0, read_log(root, "first")
     assert (root / "first" / "adapter_model.safetensors").is_file() and count_steps(root, "first") == 2
 
-    reader = runs.get("first")
+    reader = Runs(root).get("first")
     summary = reader.summary()
     assert (summary.state, summary.phase, summary.step, summary.max_steps) == ("done", "done", 2, 2)
     assert summary.num_ranks == 1 and summary.tokens_per_s > 1 and 0 < summary.loss < 20
@@ -176,9 +181,9 @@ def test_a_run_outlives_a_killed_server(root, demo, monkeypatch):
 
 def test_what_cannot_run_is_said_and_leaves_nothing(root, monkeypatch):
     """A mistake in a field that is found an hour later, in a log; its name taken by a run that never was."""
-    monkeypatch.setattr(detached, "start", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     for config, said in {
-        make_yaml(lora_ranks=8): "unknown.*lora_ranks|lora_ranks.*lora_rank",
+        make_yaml(lora_ranks=8): "lora_ranks",
         make_yaml(max_steps="many"): "max_steps",
         "model_name_or_path: [": "asked.yaml",
         "dataset: d.jsonl": "no model_name_or_path",
@@ -187,23 +192,16 @@ def test_what_cannot_run_is_said_and_leaves_nothing(root, monkeypatch):
             start_run(root, "new", config)
         assert str(root) not in str(refusal.value) and not (root / "new").exists()
     for name in ("../out", "", ".hidden", "a/b"):
-        with pytest.raises(ConfigError, match="expected the name of a run"):
+        with pytest.raises(ConfigError, match="name of a"):
             start_run(root, name, make_yaml())
 
 
-def test_of_two_tabs_that_resume_a_run_one_does(root, monkeypatch):
+def test_of_two_tabs_that_resume_a_run_one_does(root, stand_in):
     """Two launchers of one folder, of which one fails and leaves its exit code as that of the other's run."""
     folder = root / "run"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(make_yaml())
-    started = []
-
-    def start(command, log, exit_file, process_file):
-        time.sleep(0.3)
-        started.append(subprocess.Popen(["sleep", "60"]))
-        process_file.write_text(json.dumps({"pid": started[-1].pid, "begin_s": time.time()}))
-
-    monkeypatch.setattr(detached, "start", start)
+    stand_in(f"echo started >> {root}/started; exec sleep 60")
     refusals = []
 
     def resume() -> None:
@@ -217,20 +215,13 @@ def test_of_two_tabs_that_resume_a_run_one_does(root, monkeypatch):
         tab.start()
     for tab in tabs:
         tab.join()
-    for process in started:
-        process.kill()
-        process.wait()
-    assert len(started) == 1 and len(refusals) == 2 and all("is starting" in refusal for refusal in refusals)
+    assert (root / "started").read_text().splitlines() == ["started"]
+    assert len(refusals) == 2 and all("is starting" in refusal for refusal in refusals)
 
 
-def test_what_the_launcher_refuses_at_once_is_said(root, monkeypatch):
+def test_what_the_launcher_refuses_at_once_is_said(root, stand_in):
     """A run that is listed as failed where a sentence would do."""
-
-    def start(command, log, exit_file, process_file):
-        log.write_text("lorashard: error: --gpus needs GPUs\n")
-        exit_file.write_text('{"exit_code": 2}')
-
-    monkeypatch.setattr(detached, "start", start)
+    stand_in("echo 'lorashard: error: --gpus needs GPUs'; exit 2")
     with pytest.raises(ConfigError, match="^--gpus needs GPUs$"):
         start_run(root, "new", make_yaml())
     assert not (root / "new").exists()
@@ -247,14 +238,13 @@ def test_a_stop_is_sent_once_however_often_it_is_asked(root, be_run):
     assert set(heard(root, "live").split()) == {"SIGUSR1"} and (root / "live" / ".stop").exists()
 
 
-def test_a_run_that_does_not_hear_is_killed(root, be_run, monkeypatch):
+def test_a_run_that_does_not_hear_is_killed(root, be_run):
     """Stop now, and a run that goes on for ever."""
-    monkeypatch.setattr(control, "_KILL_S", 0.5)
     process = be_run("live")
-    stop_run(root, "live", now=True)
+    stop_run(root, "live", now=True, patience_s=0.5)
     assert process.wait(20) == -signal.SIGKILL
     assert heard(root, "live").split() == ["SIGQUIT"]
-    with pytest.raises(ConfigError, match="live does not run"):
+    with pytest.raises(ConfigError, match="live"):
         stop_run(root, "live")
 
 
@@ -264,10 +254,10 @@ def test_a_save_is_asked_of_those_alone_that_can(root, be_run):
     save_run(root, "live")
     wait_until(lambda: heard(root, "live") == "SIGUSR2 ")
     process = be_run("old", "no-save")
-    with pytest.raises(ConfigError, match="cannot save on request"):
+    with pytest.raises(ConfigError, match="cannot save"):
         save_run(root, "old")
     be_run("waiting", phase="queue")
-    with pytest.raises(ConfigError, match="has not begun to train"):
+    with pytest.raises(ConfigError, match="phase queue"):
         save_run(root, "waiting")
     assert process.poll() is None and heard(root, "waiting") == ""
 
@@ -282,12 +272,12 @@ def test_signals_go_to_no_other_process(root, monkeypatch):
     left = {"pid": os.getpid(), "host": platform.node(), "begin_s": time.time()}
     (folder / ".owner.json").write_text(json.dumps(left))
     (folder / ".launcher.json").write_text(json.dumps(left | {"begin_s": 1.0}))
-    with pytest.raises(ConfigError, match="run does not run"):  # nobody has the lock, and we began later
+    with pytest.raises(ConfigError, match="not run"):  # nobody has the lock, and we began later
         stop_run(root, "run")
     with lock_run(folder):
         (folder / ".owner.json").write_text(json.dumps(left | {"host": "node-7"}))
         for ask in (stop_run, save_run):
-            with pytest.raises(ConfigError, match="node-7.*on its own machine"):
+            with pytest.raises(ConfigError, match="node-7"):
                 ask(root, "run")
         with pytest.raises(ConfigError, match="is alive .*node-7"):
             delete_run(root, "run")
@@ -305,19 +295,19 @@ def test_a_run_that_cannot_be_resumed_says_why(root, tmp_path):
 
     folder = root / "run"
     folder.mkdir(parents=True)
-    assert explain("../run").startswith("expected the name") and "no run called run" in explain("run")
+    assert "name of a" in explain("../run") and "no run" in explain("run")
     (folder / "status.json").write_text('{"phase": "train"}')
     assert "neither asked.yaml nor config.yaml" in explain("run")
     (folder / "config.yaml").write_text(make_yaml(lora_ranks=8))
     assert "lora_ranks" in explain("run")
     (folder / "config.yaml").write_text(make_yaml(model_name_or_path=str(tmp_path / "gone")))
-    assert "model_name_or_path" in explain("run") and "not there any more" in explain("run")
+    assert "model_name_or_path" in explain("run") and str(tmp_path / "gone") in explain("run")
     (folder / "config.yaml").write_text(make_yaml(dataset="gone.jsonl"))
     assert "dataset: gone.jsonl" in explain("run")
     (folder / "config.yaml").write_text(make_yaml(overwrite_output_dir=True))
     assert explain_no_resume(root, "run") is None  # it begins anew
     (folder / "adapter_config.json").touch()
-    assert "expected a complete checkpoint" in explain("run")
+    assert "complete checkpoint" in explain("run")
 
 
 def test_only_a_runs_own_folder_is_deleted(root, tmp_path):
@@ -339,7 +329,7 @@ def test_only_a_runs_own_folder_is_deleted(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_queued_run_waits_starts_and_can_be_stopped(root, demo):
+def test_a_queued_run_waits_starts_and_can_be_stopped(root, demo, forks):
     """Two runs on the same cores; a run that waits and that nobody can stop, or that is taken for dead."""
 
     def read_status(name: str) -> dict:
@@ -353,7 +343,7 @@ def test_a_queued_run_waits_starts_and_can_be_stopped(root, demo):
     for name in ("second", "third"):
         start_run(root, name, make_yaml(max_steps=1, queue=True, demo=demo))
         wait_until(lambda name=name: "queue" in read_status(name), lambda name=name: read_log(root, name))
-    assert "held by the run first" in read_status("second")["queue"]["waits_for"]
+    assert "the run first" in read_status("second")["queue"]["waits_for"]
     assert read_status("third")["queue"]["place"] == 2 and find_owner(root / "third") is not None
     with pytest.raises(ConfigError, match="nothing to save"):
         save_run(root, "third")

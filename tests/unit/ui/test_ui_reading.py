@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -18,13 +16,6 @@ from lorashard_ui.reading.runs import Runs
 @pytest.fixture
 def runs(tmp_path):
     return Runs(tmp_path)
-
-
-def test_reading_needs_neither_torch_nor_gradio():
-    """A server that reads with torch in it holds a gigabyte, and a CUDA context where one slips in."""
-    code = "import sys, lorashard_ui.reading.runs, lorashard_ui.reading.comparing as _;"
-    code += "print({'torch', 'gradio'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 def test_the_table_has_every_run_and_nothing_else(runs, tmp_path):

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from helpers.paths import ROOT
 
 from lorashard.cli import main
 from lorashard.errors import ConfigError
-from lorashard_ui.serving import server
 from lorashard_ui.serving.accounts import SESSION_S, Accounts
 from lorashard_ui.serving.guard import Guard
 from lorashard_ui.serving.options import UiOptions
@@ -65,14 +63,7 @@ def open_guard() -> Guard:
 def test_addresses_of_this_machine_need_no_password(host):
     """Whoever tries it at home would have to invent a password."""
     assert UiOptions.read(["--host", host]).host == host
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.4", "gpu-box", "localhost.evil.example", "127.1.evil"])
-def test_other_addresses_need_one(host):
-    """A name that only begins like this machine's is another's."""
-    with pytest.raises(ConfigError, match="--auth FILE"):
-        UiOptions.read([f"--host={host}"])
-    assert UiOptions.read([f"--host={host}", "--auth", "users"]).auth == "users"
+    assert UiOptions.read(["--host=0.0.0.0", "--auth", "users"]).auth == "users"
 
 
 def test_a_file_of_users_is_read(tmp_path):
@@ -137,10 +128,10 @@ def test_the_address_is_that_of_the_request_alone(host):
     assert ask(guard, "/config", host=host) == ask(guard, "/favicon.ico?/config") == 401
 
 
-def test_slow_logins_count_from_their_beginning(monkeypatch):
-    """A thousand requests that send their bodies at the same moment are a thousand guesses in a second."""
-    monkeypatch.setattr("lorashard_ui.serving.guard._LOGIN_S", 0.3)
-    guard = Guard(read_all, Accounts.read("ada:x"), frozenset({"/"}), 7860)
+def test_slow_logins_count_from_their_beginning():
+    """A thousand requests that send their bodies at the same moment are a thousand guesses in a second; and each would
+    wait, and be answered."""
+    guard = Guard(read_all, Accounts.read("ada:x"), frozenset({"/"}), 7860, login_s=0.3)
     scope = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": []}
 
     async def never() -> dict[str, Any]:
@@ -161,6 +152,7 @@ def test_slow_logins_count_from_their_beginning(monkeypatch):
 
     assert sorted(asyncio.run(log_in_often())) == [408] * 8 + [429] * 4
     assert ask(guard, "/login", b"username=ada&password=x", method="POST") == 200
+    assert ask(guard, "/login", b"x" * 5000, method="POST") == 413
 
 
 @pytest.mark.parametrize("path", ["/gradio_api/later", "/new/../config", "/gradio_api/file", "/static/", "//", "/NEW"])
@@ -181,46 +173,31 @@ def test_websockets_are_refused(open_guard):
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_the_password_page_waits_for_nobody_forever():
-    """Guesses at the same time would each wait, and all be answered."""
-    guard = Guard(read_all, Accounts.read("ada:x"), frozenset({"/"}), 7860)
-    guard._num_waiting = 8
-    assert ask(guard, "/login", b"username=ada&password=y", method="POST") == 429
-    guard._num_waiting = 0
-    assert ask(guard, "/login", b"x" * 5000, method="POST") == 413
-
-
-def test_what_a_killed_server_has_left_goes(tmp_path):
-    """Uploads and packed adapters of gigabytes pile up; or those of another server that lives are removed."""
-    (tmp_path / ".serving-old/uploads").mkdir(parents=True)
-    with server._own_folder(tmp_path) as first:
-        assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
-        with server._own_folder(tmp_path) as second:
-            assert Path(first).is_dir() and Path(second).is_dir()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
     """Most who train need no web UI, and have not installed it."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gradio" else find_spec(name))
     assert main(["ui"]) == 2
-    assert capsys.readouterr().err == "lorashard: error: the web UI needs gradio: pip install 'lorashard[ui]'\n"
+    said = capsys.readouterr().err
+    assert "pip install 'lorashard[ui]'" in said and said.count("\n") == 1
 
 
-def test_help_is_quick():
-    """The options of the UI must not load Gradio or torch for those who ask what there is."""
+def test_reading_and_asking_need_no_torch_and_help_no_gradio():
+    """A server with torch in it holds a gigabyte, and a CUDA context where one slips in; and the options of the UI must
+    not load Gradio for those who ask what there is."""
     script = (
         "import sys; from lorashard.cli import main\n"
         "assert main(['--help']) == 0 and 'lorashard_ui' not in sys.modules\n"
         "assert main(['ui', '--help']) == 0\n"
-        "assert not {'gradio', 'torch', 'uvicorn', 'plotly'} & sys.modules.keys()"
+        "import lorashard_ui.reading.runs, lorashard_ui.reading.comparing\n"
+        "import lorashard_ui.form.form, lorashard_ui.form.choices, lorashard_ui.running.worker\n"
+        "assert not {'gradio', 'torch', 'transformers', 'uvicorn', 'plotly'} & sys.modules.keys()"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for option in UiOptions.find_own_names():
         assert f"--{UiOptions.short_names.get(option, option)}" in result.stdout
-    assert "--gpus" not in result.stdout.partition("Options of the command")[2]
+    assert "--gpus" not in result.stdout.partition("Options of the")[2]
 
 
 def test_the_endpoints_are_those_of_the_document(tmp_path):

@@ -74,7 +74,7 @@ def test_a_killed_run_is_dead_and_says_what_resume_does(tmp_path):
         process.wait()
         state = find_state(folder)
     assert state.name == "dead" and state.phase == "train"
-    assert "phase train at step 40" in state.error and "resume goes on from checkpoint-30" in state.error
+    assert all(word in state.error for word in ("train", "step 40", "checkpoint-30"))
 
 
 def test_a_dead_run_without_a_checkpoint_says_so(tmp_path):
@@ -263,7 +263,7 @@ def test_a_queued_run_says_what_it_waits_for(tmp_path):
     folder = make_run(tmp_path, phase="queue", queue={"place": 2, "waits_for": why}, step=None, steps=0)
     with owned(folder):
         progress = describe_progress(find_state(folder), [], None)
-    assert progress.sentence == f"Waiting in the queue: place 2, {why}"
+    assert "place 2" in progress.sentence and why in progress.sentence
 
 
 def test_durations_read_as_people_say_them():

@@ -43,7 +43,7 @@ def test_dequantised_numbers_are_transformers_own(name, tmp_path):
     those that are fused of many tensors have their blocks elsewhere."""
     folder = save_stored(tmp_path, name)
     weights = plan(folder)
-    assert "dequantised to bfloat16 while it is read" in (weights.describe_stored() or "")
+    assert "dequantised to bfloat16" in (weights.describe_stored() or "")
     assert weights.stored_quantizers() == {}
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     assert weights.names == expected.keys()
@@ -170,7 +170,7 @@ def test_what_is_asked_for_must_fit_what_is_stored():
     assert settle_quantization(nf4, None, "x") == settle_quantization(nf4, Quantization("nf4"), "x")
     assert settle_quantization(nf4, None, "x") == Quantization("nf4", True)
     for asked in (Quantization("int8"), Quantization("nf4", has_vocabulary=True)):
-        with pytest.raises(ConfigError, match="quantization: expected nf4, in which x is stored"):
+        with pytest.raises(ConfigError, match="quantization: expected nf4, .*x is stored"):
             settle_quantization(nf4, asked, "x")
     mxfp4 = find_stored_format({"quantization_config": {"quant_method": "mxfp4"}})
     assert settle_quantization(mxfp4, Quantization("nf4"), "x") == Quantization("nf4")

@@ -1,0 +1,501 @@
+"""Passes through a sharded stack: right after any history, with the gathers and the memory that they must have."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers.engine import CPU, Rig, Stack, StandInGroup, build_rig, build_unit, make_tokens, train
+from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from lorashard.engine import Engine, Placeholder, Visit
+from lorashard.engine.slots import Slot
+from lorashard.engine.streams import SideStream
+from lorashard.errors import ShardError
+
+# -- the gradients of any history --------------------------------------------------------------------------------------
+
+
+class Interrupted(torch.autograd.Function):
+    """Raises in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, where):
+        if where == "forward":
+            raise KeyboardInterrupt
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyboardInterrupt
+
+
+def interrupt(model: nn.Module, layer: int, where: str) -> None:
+    """Run a step that is cut short inside of `layer`."""
+    hook = model.layers[layer].lora_b.register_forward_hook(lambda m, args, output: Interrupted.apply(output, where))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(make_tokens(9)).sum().backward()
+    finally:
+        hook.remove()
+        model.zero_grad()
+
+
+def find_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+class Story:
+    """Lives one random history of passes on a sharded stack and on a plain one at once."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.num_layers = rng.randint(1, 7)
+        prefetch, size = rng.choice((0, 1, 1, 2, 3)), rng.choice((2, 3, 4))
+        self.rig = build_rig(self.num_layers, size=size, prefetch=prefetch, is_tied=rng.random() < 0.4, seed=seed)
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run(self) -> None:
+        for _ in range(self.rng.randint(3, 12)):
+            self.rng.choice((self.train, self.train, self.forward, self.backward, self.evaluate, self.fail))()
+        while self.pending:
+            self.backward()
+        assert self.rig.find_differences(find_gradients) == []
+
+    def forward(self) -> None:
+        """Now and then a layer is skipped, or runs twice, or is checkpointed, or something stands between two."""
+        rng = self.rng
+        order = [i for i in range(self.num_layers) for _ in range(rng.choice((1,) * 8 + (0, 2)))] or [0]
+        tokens, is_apart = make_tokens(rng.randrange(50)), rng.random() < 0.5
+        is_checkpointed = torch.is_grad_enabled() and rng.random() < 0.3
+        outputs = []
+        for model in (self.rig.plain, self.rig.model):
+            model.order, model.is_apart, model.is_checkpointed = order, is_apart, is_checkpointed
+            outputs.append(model(tokens))
+        assert torch.equal(*outputs) and self.rig.whole == []
+        if outputs[0].requires_grad:
+            self.pending.append((outputs[0].square().sum(), outputs[1].square().sum()))
+
+    def backward(self) -> None:
+        if self.pending:
+            for loss in self.pending.pop(self.rng.randrange(len(self.pending))):
+                loss.backward()
+            assert self.rig.whole == []
+
+    def train(self) -> None:
+        self.forward()
+        self.backward()
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.forward()
+
+    def fail(self) -> None:
+        assert self.rig.find_differences(find_gradients) == []
+        layer, where = self.rng.randrange(self.num_layers), self.rng.choice(("forward", "backward"))
+        for model in (self.rig.plain, self.rig.model):
+            model.order = list(range(self.num_layers))
+            interrupt(model, layer, where)
+        self.evaluate()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 50, 10))
+def test_any_history_of_passes_gives_the_gradients_of_a_plain_model(first_seed):
+    """Hand-written cases miss the order that breaks: a late backward, after an evaluation, after an exception."""
+    for seed in range(first_seed, first_seed + 10):
+        try:
+            Story(seed).run()
+        except BaseException as error:
+            error.add_note(f"in the story of seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize("is_apart", (False, True))
+def test_a_step_is_right_after_one_that_was_cut_short_anywhere(is_apart):
+    """A unit left whole, or a slot that nobody fills any more, would spoil the step after a Ctrl-C in a notebook."""
+    for prefetch, layer, where in itertools.product((0, 1), range(5), ("forward", "backward")):
+        rig = build_rig(num_layers=5, prefetch=prefetch)
+        rig.model.is_apart = rig.plain.is_apart = is_apart
+        interrupt(rig.model, layer, where)
+        assert rig.find_differences(train) == []
+    for prefetch, number in itertools.product((0, 1), range(10)):
+        rig = build_rig(num_layers=6, prefetch=prefetch)
+        rig.model.is_apart = rig.plain.is_apart = is_apart
+        rig.group.broken = number
+        with pytest.raises(KeyboardInterrupt):
+            train(rig.model)
+        rig.model.zero_grad()
+        assert rig.find_differences(train) == [] and rig.find_differences(train) == []
+
+
+def test_a_backward_is_right_after_another_that_was_cut_short():
+    """A unit left whole by the first takes a slot from the second, which has none to spare without prefetch."""
+    rig = build_rig(num_layers=6, prefetch=0)
+    losses = {model: model(make_tokens()).square().sum() for model in (rig.plain, rig.model)}
+    interrupt(rig.model, 3, "backward")
+
+    def finish(model: nn.Module) -> dict[str, torch.Tensor]:
+        losses[model].backward()
+        return find_gradients(model)
+
+    assert rig.find_differences(finish) == []
+
+
+@pytest.mark.parametrize("is_cut_short", (False, True))
+def test_training_goes_on_after_inference_mode(is_cut_short):
+    """Tensors made in inference mode cannot be saved for backward; a slot keeps some of its tensors for ever."""
+    rig = build_rig(num_layers=6)
+    with torch.inference_mode():
+        if is_cut_short:
+            hook = rig.model.layers[2].linear.register_forward_hook(lambda m, args, output: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                rig.model(make_tokens())
+            hook.remove()
+        else:
+            rig.model(make_tokens())
+    assert rig.find_differences(train) == []
+
+
+class Detached(Stack):
+    """Every layer learns alone: no gradient goes from one to the one before it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        outputs = [self.embedding(tokens)]
+        for layer in self.layers:
+            outputs.append(layer(outputs[-1].detach()))
+        return self.head(torch.stack(outputs).sum(dim=0))
+
+
+def test_units_whose_inputs_get_no_gradient_are_released():
+    """Nothing tells that their backward is over: held until the end, they would run out of slots."""
+    for prefetch in (0, 1):
+        rig = build_rig(num_layers=6, prefetch=prefetch, stack=Detached)
+        assert rig.find_differences(train) == [] and rig.find_differences(train) == []
+
+
+# -- what is whole when ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
+def test_each_unit_is_whole_in_its_own_forward(prefetch):
+    """Two whole at once would need a slot more; a prefetch that starts late hides nothing, one too many evicts; a copy
+    beside the slots would take memory that no formula knows of."""
+    rig = build_rig(num_layers=6, prefetch=prefetch)
+    slots, seen = {slot.address for slot in rig.engine.pool}, []
+
+    def note(module: nn.Module, *args: object) -> None:
+        for weight in module.parameters():
+            assert type(weight) is nn.Parameter and not weight.requires_grad
+            assert weight.untyped_storage().data_ptr() in slots
+        seen.append((rig.whole, rig.arriving))
+
+    for layer in rig.model.layers:
+        layer.linear.register_forward_hook(note)
+    with torch.no_grad():
+        rig.model(make_tokens())
+    order = [*(f"layers.{i}" for i in range(6)), "head"]
+    assert seen == [([order[i]], order[i + 1 : i + 1 + prefetch]) for i in range(6)]
+
+
+def test_the_head_is_held_to_the_end_of_the_forward():
+    """Fused losses read `lm_head.weight` after the head's own modules; held any longer it would keep its slot."""
+    rig = build_rig(num_layers=2, is_tied=True)
+    seen = []
+
+    def note(*args: object) -> None:
+        seen.append((rig.whole, rig.model.head.weight is rig.model.embedding.weight))
+
+    rig.model.register_forward_hook(note)
+    with torch.no_grad():
+        rig.model(make_tokens())
+    loss = rig.model(make_tokens()).sum()
+    assert seen == [(["head"], True)] * 2 and rig.whole == []
+    loss.backward()
+    assert rig.whole == [] and rig.model.head.weight is rig.model.embedding.weight
+
+
+@pytest.mark.parametrize("is_checkpointed", (False, True))
+def test_each_unit_is_whole_throughout_its_own_backward(is_checkpointed):
+    """A recomputation keeps real views of the slot: given back when it ends, they are overwritten before their use."""
+    rig = build_rig(num_layers=6)
+    rig.model.is_checkpointed = is_checkpointed
+    seen = []
+    for i, layer in enumerate(rig.model.layers):
+        layer.lora_b.register_full_backward_hook(lambda *args, name=f"layers.{i}": seen.append(name in rig.whole))
+    for stops_early in (True, False):
+        with set_checkpoint_early_stop(stops_early):  # otherwise the layer is recomputed to its end
+            assert rig.find_differences(train) == []
+    assert seen == [True] * 12
+
+
+class Nested(nn.Module):
+    """Calls a unit from within another."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+        self.inner = Nested(depth - 1) if depth > 1 else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(hidden)
+        return hidden if self.inner is None else self.inner(hidden)
+
+
+@pytest.mark.parametrize("prefetch", (0, 1))
+def test_exhausted_slots_are_named(prefetch):
+    """A bare assertion would leave the user without a word on which layers collide and what to do."""
+    torch.manual_seed(0)
+    plain, group = nn.Sequential(Nested(3)), StandInGroup()
+    root = copy.deepcopy(plain)
+    modules = [root[0], root[0].inner, root[0].inner.inner]
+    units = [build_unit(f"layers.{i}", [module.linear], group, i) for i, module in enumerate(modules)]
+    engine = Engine([Visit(u, (m,)) for u, m in zip(units, modules, strict=True)], [root], group, CPU, prefetch)
+    hidden = torch.ones(2, 4)
+    if prefetch:
+        assert torch.equal(root(hidden), plain(hidden))
+        return
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"'layers.2'.*\['layers.0', 'layers.1'\].*prefetch"):
+            root(hidden)
+        assert all(isinstance(module.linear.weight, Placeholder) for module in modules)
+    assert torch.equal(modules[2](hidden), plain[0].inner.inner(hidden)) and engine.units == tuple(units)
+
+
+# -- gathers -----------------------------------------------------------------------------------------------------------
+
+
+def count_fewest_gathers(stops: Sequence[int], num_slots: int) -> int:
+    """Return how often a unit must be gathered at least to visit `stops` one after the other, by trying every choice of
+    whom to give up."""
+
+    @functools.cache
+    def fewest(index: int, held: frozenset[int]) -> int:
+        if index == len(stops):
+            return 0
+        if stops[index] in held:
+            return fewest(index + 1, held)
+        if len(held) < num_slots:
+            return 1 + fewest(index + 1, held | {stops[index]})
+        return 1 + min(fewest(index + 1, held - {victim} | {stops[index]}) for victim in held)
+
+    return fewest(0, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("passes", "prefetch"),
+    (
+        *itertools.product(("train", "train train train"), (0, 1, 2)),
+        # Without prefetch, which takes a slot for the layer after the one that computes.
+        ("eval eval train", 0),
+        ("train eval train eval", 0),
+    ),
+)
+def test_no_choice_of_victims_needs_fewer_gathers(passes, prefetch):
+    """The order of visits is known: a gather that the best choices do not need is paid for in each step."""
+    for num_layers in range(1, 7):
+        rig = build_rig(num_layers, prefetch=prefetch)
+        stops: list[int] = []
+        for one in passes.split():
+            if one == "train":
+                stops += [*range(num_layers), *reversed(range(num_layers))]
+                train(rig.model)
+            else:
+                stops += range(num_layers)
+                with torch.no_grad():
+                    rig.model(make_tokens())
+        found = [name for name in rig.gathered if name.startswith("layers.")]
+        assert len(found) == count_fewest_gathers(stops, 2 + prefetch), num_layers
+
+
+def test_a_prefetch_that_finds_no_slot_is_skipped():
+    """The embedding and the head share a slot: reaching for the head while the embedding computes must do no harm."""
+    rig = build_rig(num_layers=2, prefetch=5)
+    seen = []
+    rig.model.embedding.register_forward_pre_hook(lambda *args: seen.append((rig.whole, rig.arriving)))
+    assert rig.find_differences(train) == []
+    assert seen == [(["embedding"], ["layers.0", "layers.1"])]  # and not the head
+    assert rig.gathered[:4] == ["embedding", "layers.0", "layers.1", "head"]
+
+
+class Wrapped(Stack):
+    """Layers get and give what they compute inside of other things."""
+
+    def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return layer(None, [{"frozen": torch.ones(1), "hidden": (hidden,)}], scale=2)[1]["hidden"]
+
+
+class Unwrapping(nn.Module):
+    """A layer that is called as `Wrapped` does it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, nothing: None, values: list[dict], scale: int) -> tuple:
+        return torch.ones(1), {"text": "a", "hidden": self.layer(values[0]["hidden"][0])}
+
+
+class WrappedStack(Wrapped):
+    def __init__(self, num_layers: int, is_tied: bool = False) -> None:
+        super().__init__(num_layers, is_tied=is_tied)
+        self.layers = nn.ModuleList(Unwrapping(layer) for layer in self.layers)
+
+
+@pytest.mark.parametrize("prefetch", (0, 1))
+def test_tensors_inside_of_other_arguments_are_found(prefetch):
+    """A unit whose entry is overlooked is released late, one whose exit is overlooked is gathered late."""
+    plain, wrapped = (build_rig(6, prefetch=prefetch, stack=stack) for stack in (Stack, WrappedStack))
+    arriving: dict[str, list] = {"plain": [], "wrapped": []}
+    for name, rig in (("plain", plain), ("wrapped", wrapped)):
+        for layer in rig.model.layers:
+            inner = getattr(layer, "layer", layer)
+            inner.lora_b.register_full_backward_hook(
+                lambda *args, rig=rig, seen=arriving[name]: seen.append((rig.whole, rig.arriving))
+            )
+        assert rig.find_differences(train) == []
+    assert wrapped.gathered == plain.gathered and arriving["wrapped"] == arriving["plain"]
+
+
+def live_through(order: Sequence[int] | None = None) -> Rig:
+    rig = build_rig(num_layers=6, is_tied=True, prefetch=0)
+    rig.model.order = order
+    for is_training in (True, False, True, True, False):
+        with torch.set_grad_enabled(is_training):
+            logits = rig.model(make_tokens())
+        if is_training:
+            logits.sum().backward()
+    return rig
+
+
+def test_ranks_choose_alike_and_are_told_apart_by_what_they_gathered():
+    """Ranks choose alone: a choice that hung on an address or a set's order would give them different gathers; and a
+    comparison without the gathers' order would let ranks go on that read each other's units."""
+    first, second, other = live_through(), live_through(), live_through((5, 4, 3, 2, 1, 0))
+    assert first.gathered == second.gathered and first.group.compared == second.group.compared
+    kinds = [kind for kind, _, _ in first.group.compared]
+    assert kinds == [1, 0, 1, 1, 0] and len(first.gathered) > 6
+    first_counts, other_counts = ([compared[1] for compared in rig.group.compared[:2]] for rig in (first, other))
+    assert first_counts == other_counts and first.group.compared[1] != other.group.compared[1]
+
+
+class WatchedStream(SideStream):
+    """Hands out numbers for events, and remembers behind which one each gather was put."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.num_marks = 0
+        self.waited_for: list = []
+
+    def mark(self):
+        self.num_marks += 1
+        return self.num_marks
+
+    @contextlib.contextmanager
+    def after(self, event):
+        self.waited_for.append(event)
+        yield
+
+
+def test_a_gather_waits_for_the_last_reader_of_its_slot():
+    """On a GPU the host is far ahead: a gather that overtakes the last reader overwrites what it computes with."""
+    group, stream = StandInGroup(), WatchedStream()
+    first, second = (build_unit(f"layers.{i}", [nn.Linear(5, 3).requires_grad_(False)], group, i) for i in range(2))
+    slot = Slot(first.layout.total_bytes, CPU)
+    for number_of_readers, unit in enumerate((first, second, first)):
+        unit.unshard(slot, stream)
+        assert stream.waited_for[-1] == (number_of_readers or None)
+        unit.wait(stream)
+        unit.reshard(stream)
+        unit.evict(stream)
+    for give_back in (first.abandon, first.evict):  # before it has arrived
+        first.unshard(slot, stream)
+        give_back(stream)
+    second.unshard(slot, stream)
+    assert stream.waited_for[-3:] == [3, 4, 5]
+
+
+# -- what it costs, and what it leaves behind --------------------------------------------------------------------------
+
+
+def test_the_counts_are_those_of_the_group():
+    """Users judge the traffic and the memory by these."""
+    rig = build_rig(num_layers=6)
+    train(rig.model)
+    stats, sizes = rig.engine.stats(), {unit.name: unit.layout.total_bytes for unit in rig.engine.units}
+    assert stats.num_gathers == len(rig.gathered)
+    assert stats.gathered_bytes == sum(sizes[name] for name in rig.gathered)
+    assert stats.bytes_at_rest * 2 == sum(sizes.values())
+    assert stats.slot_bytes == 3 * sizes["layers.0"] + sizes["head"]
+    assert stats.peak_unsharded_bytes == stats.slot_bytes  # six layers pass through three slots
+    assert stats.wait_s > 0
+
+
+def test_slots_are_as_large_as_the_largest_unit_of_their_class():
+    """A slot sized for the average would overflow; one sized for the head, for every layer, would waste the memory;
+    and a model of two layers needs no third slot."""
+    for widths, prefetch, num_slots in (((4, 16, 8), 0, 2), ((4, 16), 3, 2)):
+        group = StandInGroup()
+        modules = [nn.Linear(width, width).requires_grad_(False) for width in (*widths, 100)]
+        classes = ["layer"] * len(widths) + ["vocabulary"]
+        units = [build_unit(str(i), [m], group, i, c) for i, (m, c) in enumerate(zip(modules, classes, strict=True))]
+        visits = [Visit(unit, (module,)) for unit, module in zip(units, modules, strict=True)]
+        engine = Engine(visits, [nn.Sequential(*modules)], group, CPU, prefetch)
+        stats, sizes = engine.stats(), [unit.layout.total_bytes for unit in units]
+        assert (stats.num_slots, stats.slot_bytes) == (num_slots + 1, num_slots * max(sizes[:-1]) + sizes[-1])
+
+
+def test_one_rank_gathers_and_copies_nothing():
+    """Alone, a rank holds the whole unit: weights are views of the shard, for the whole run."""
+    rig = build_rig(num_layers=3, size=1)
+    shards = {unit.home.shard.data_ptr() for unit in rig.engine.units}
+    for _ in range(2):
+        frozen = [parameter for parameter in rig.model.parameters() if not parameter.requires_grad]
+        assert {parameter.untyped_storage().data_ptr() for parameter in frozen} == shards
+        assert rig.find_differences(train) == []
+    stats = rig.engine.stats()
+    assert (stats.num_gathers, stats.num_slots, rig.group.compared) == (0, 0, [])
+
+
+def test_only_steps_of_the_own_adapter_are_compared():
+    """Another model's optimizer may step on some ranks alone: to compare ranks there would hang them."""
+    rig = build_rig(num_layers=2)
+    train(rig.model)
+    adapter = [parameter for parameter in rig.model.parameters() if parameter.requires_grad]
+    stranger = nn.Parameter(torch.ones(1))
+    for parameters, num_compared in (([stranger], 0), ([stranger, adapter[0]], 1), (adapter, 1)):
+        rig.group.compared.clear()
+        torch.optim.SGD(parameters, lr=0.1).step()
+        assert len(rig.group.compared) == num_compared
+
+
+def list_called_files() -> set[str]:
+    """Return the files of all code that a step of some optimizer runs."""
+    optimizer, files = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), set()
+    sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_a_dropped_engine_leaves_no_hook_behind():
+    """Every optimizer of the process would run it, for every model that was ever sharded."""
+    rig = build_rig(num_layers=2)
+    train(rig.model)
+    file = sys.modules[Engine.__module__].__file__
+    assert file in list_called_files()
+    del rig
+    gc.collect()
+    assert file not in list_called_files()
