@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from helpers import warm
 
 os.environ.update(
     OMP_NUM_THREADS="1",  # a process that used more OpenMP threads hangs the ranks it forks
@@ -28,6 +29,14 @@ gc.disable()  # while collecting imports everything: see lorashard.runtime.impor
 def pytest_collection_finish() -> None:
     gc.freeze()  # or a forked rank that collects its garbage would write to each page that it shares
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest catches what is logged, which a fork would go on doing
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork what the tests' programs are forked from (`helpers.warm`), while no test has changed or started anything."""
+    if session.items and not session.config.option.collectonly:
+        warm.fork_zygote()
+    return (yield)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class FiniteTrainer(Trainer):
         Ranks: collective over all ranks; all come here if one has such a number, and all raise alike.
         """
         *losses, norm = numbers
-        named = [self._name(rows) for rows in self._step_rows] or [_UNKNOWN_ROWS] * len(losses)
+        named = self.name_step_rows() or [_UNKNOWN_ROWS] * len(losses)
         step = self.state.global_step + 1
         own = {"step": step, "nonfinite": {"losses": [str(loss) for loss in losses], "rows": named}, "grad_norm": norm}
         self.nonfinite.note(own)
@@ -154,10 +154,11 @@ class FiniteTrainer(Trainer):
         self._tr_loss.copy_(self._loss_before)
         model.zero_grad()  # without gradients an optimizer's step changes nothing, its own state included
 
-    def _name(self, rows: Sequence[int]) -> list[str]:
+    def name_step_rows(self) -> list[list[str]]:
+        """Return the places of the rows of each microbatch of this rank's step; nothing where they are not known."""
         assert self.train_dataset is not None
-        unique = list(dict.fromkeys(rows))  # each prompt of GRPO comes several times
-        return self.nonfinite.name_rows(unique, len(self.train_dataset))
+        unique = [list(dict.fromkeys(rows)) for rows in self._step_rows]  # each prompt of GRPO comes several times
+        return [self.nonfinite.name_rows(rows, len(self.train_dataset)) for rows in unique]
 
     # What is logged is the mean over the steps that count, and how many do not.
 

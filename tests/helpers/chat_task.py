@@ -39,7 +39,11 @@ def build_task(folder: Path, num_positions: int = 128) -> Path:
         additional_special_tokens=list(SPECIAL[3:]),
     )
     build_base(
-        initializer_range=0.3, pad_token_id=0, eos_token_id=2, max_position_embeddings=num_positions
+        num_hidden_layers=2,
+        initializer_range=0.3,
+        pad_token_id=0,
+        eos_token_id=2,
+        max_position_embeddings=num_positions,
     ).save_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     model = add_lora(base)

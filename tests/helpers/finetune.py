@@ -29,7 +29,7 @@ ACCELERATE = [
 STEPS = 6
 
 
-def build_task(folder: Path) -> Path:
+def build_task(folder: Path, num_layers: int = 3) -> Path:
     """Fill a folder with a tiny model, its tokenizer, and rows of questions and answers."""
     rows = [{"question": f"what is {a} and {b}", "answer": f"it is {a + b}"} for a in range(12) for b in range(10)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,7 +43,9 @@ def build_task(folder: Path) -> Path:
     bpe.train_from_iterator((str(row) for row in rows), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(folder / "model")
-    build_base("llama-tied", vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(folder / "model")
+    build_base("llama-tied", num_hidden_layers=num_layers, vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(
+        folder / "model"
+    )
     return folder
 
 

@@ -28,15 +28,8 @@ class Launch:
     def __init__(self, folder: Path, script: str, launch: Callable[[list[str], Path], int], word: str) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(script)
-        # Forked from a process that has imported torch already, which takes seconds.
-        context = multiprocessing.get_context("forkserver")
-        modules = [
-            "lorashard.launch.launcher",
-            "lorashard.launch.elastic",
-            "lorashard.runs.folder",
-            "torch.distributed.launcher.api",
-        ]
-        context.set_forkserver_preload(modules)
+        # This process has imported torch already, which takes seconds.
+        context = multiprocessing.get_context("fork")
         self.process = context.Process(target=_be_launcher, args=(folder, launch, word))
         self.process.start()
 
@@ -96,6 +89,7 @@ def _be_launcher(folder: Path, launch: Callable[[list[str], Path], int], word: s
     os.setsid()  # its own process group, as a shell gives it
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # not what pytest captures with
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         os.environ.pop(name, None)
     os.environ |= {"PYTHONPATH": str(Path(lorashard.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

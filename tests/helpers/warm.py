@@ -13,22 +13,64 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from helpers.zygote import ForkingPopen
+from helpers.zygote import ForkingPopen, be_zygote
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_zygotes: list[tuple[subprocess.Popen, socket.socket]] = []
+# Libraries read these when they are imported, so programs that differ in one are forked from different processes.
+_SETTINGS = (
+    "HF_DATASETS_OFFLINE",
+    "HF_ENDPOINT",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_HUB_DISABLE_XET",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+)
+_zygotes: dict[str, tuple[subprocess.Popen | _Forked, socket.socket]] = {}
+
+
+class _Forked:
+    """A process that is waited for as a `Popen` is."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._is_alive = True
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> None:
+        self._wait(0)
+
+    def _wait(self, flags: int) -> int | None:
+        if self._is_alive:
+            with suppress(ChildProcessError):
+                if os.waitpid(self._pid, flags)[0] == 0:
+                    return None
+            self._is_alive = False
+        return 0
+
+
+def fork_zygote() -> None:
+    """Let programs be forked from a copy of this process, which has imported all that the tests do."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        be_zygote(theirs)
+    theirs.close()
+    _keep(_read_settings(os.environ), _Forked(pid), ours)
 
 
 class Popen(ForkingPopen):
     """`subprocess.Popen` whose Python is forked from one that has imported everything; it is a child all the same."""
 
     def _fork(self, words: list[str], environment: dict[str, str], folder: str, streams: Sequence[int]) -> int:
-        assert environment.get("HF_HUB_OFFLINE") == "1", "what is read from the hub needs an interpreter of its own"
-        requests = _find_zygote()
+        requests = _find_zygote(_read_settings(environment))
         request = {
             "words": words,
             "environment": environment,
@@ -66,20 +108,30 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **options: Any)
     return result
 
 
-def _find_zygote() -> socket.socket:
-    if not _zygotes or _zygotes[0][0].poll() is not None:
+def _read_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in _SETTINGS if name in environment}
+
+
+def _find_zygote(settings: dict[str, str]) -> socket.socket:
+    key = json.dumps(settings)
+    if key not in _zygotes or _zygotes[key][0].poll() is not None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         home = os.path.join(tempfile.gettempdir(), "lorashard-tests-home-of-nobody")
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
-        environment = {name: value for name, value in os.environ.items() if name not in names} | {"HF_HOME": home}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", *_SETTINGS)
+        kept = {name: value for name, value in os.environ.items() if name not in names}
+        environment = kept | settings | {"HF_HOME": home}
         command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno())]
         process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        _zygotes[:] = [(process, ours)]
-        atexit.register(_end, process, ours)
-    return _zygotes[0][1]
+        _keep(settings, process, ours)
+    return _zygotes[key][1]
 
 
-def _end(process: subprocess.Popen, requests: socket.socket) -> None:
+def _keep(settings: dict[str, str], process: subprocess.Popen | _Forked, requests: socket.socket) -> None:
+    _zygotes[json.dumps(settings)] = process, requests
+    atexit.register(_end, process, requests)
+
+
+def _end(process: subprocess.Popen | _Forked, requests: socket.socket) -> None:
     requests.close()
     process.wait()

@@ -1,9 +1,11 @@
 """A Python that has imported everything, and that forks a process for each program it is asked to run.
 
-`python zygote.py FD` serves requests on a socket; `helpers.warm` is at its other end. In the processes that it forks, a
-Python that is started (`subprocess.Popen`, torch's elastic launcher) is forked as well, and one that is exec'ed
-(`os.execvp`) runs in place. All else is real: words, environment, folder, pipes, signals, sessions, exit codes. An
-interpreter that starts and imports torch, transformers and TRL takes six seconds of a core, a fork a tenth of one.
+It serves requests on a socket; `helpers.warm` is at its other end. It is a fork of the tests' own process, made before
+the first test (`be_zygote`), or, for programs whose settings are other ones, `python zygote.py FD`. In the processes
+that it forks, a Python that is started (`subprocess.Popen`, torch's elastic launcher) is forked as well, and one that
+is exec'ed (`os.execvp`) runs in place. All else is real: words, environment, folder, pipes, signals, sessions, exit
+codes. An interpreter that starts and imports torch, transformers and TRL takes six seconds of a core, a fork a tenth of
+one.
 
 A `sitecustomize.py` in PYTHONPATH is run in a forked process too, in a rank twice, and may find everything imported.
 
@@ -23,6 +25,7 @@ import logging
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -61,7 +64,7 @@ MODULES = (
 _REQUEST_BYTES = 2**20
 _PR_SET_NAME = 15  # linux/prctl.h
 RANK_NAME = "rank-"
-_BASE_PATH = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+_BASE_PATH = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
 _kept: list[Any] = []  # streams of a parent, which must not be flushed again where they are forgotten
 
 
@@ -202,10 +205,7 @@ def _prepare(words: list[str]) -> None:
         faulthandler.enable(2)
     tempfile.tempdir = None
     random.seed()
-    wanted = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
-    for module, name, rest in _home_places:
-        old = getattr(module, name)
-        setattr(module, name, type(old)(wanted + rest))
+    _set_home(os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface")))
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     first = os.getcwd() if program[0] in ("-m", "-c") else os.path.dirname(os.path.realpath(program[0]))
     sys.path[:] = [*([] if is_safe else [first]), *added, *_BASE_PATH]
@@ -250,6 +250,7 @@ def _execvp(file: str, words: Sequence[str]) -> None:
 
 
 _real_execvp = os.execvp
+_real_popen = subprocess.Popen
 _home_places: list[tuple[types.ModuleType, str, str]] = []
 
 
@@ -259,6 +260,11 @@ def _find_home_places(home: str) -> None:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if type(value) in (str, type(Path())) and str(value).startswith(home):
                 _home_places.append((module, name, str(value).removeprefix(home)))
+
+
+def _set_home(home: str) -> None:
+    for module, name, rest in _home_places:
+        setattr(module, name, type(getattr(module, name))(home + rest))
 
 
 def serve(requests: socket.socket) -> None:
@@ -307,25 +313,43 @@ def _warm_up() -> None:
     assert code == 0 and threading.active_count() == 1
 
 
-def main() -> None:
+def prepare() -> None:
+    """Become a process to fork from: import what is not there yet, and fork where a Python is to be started."""
     from lorashard.runtime.output import leave_out_notices
 
     gc.disable()
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    os.execvp = _execvp  # type: ignore[assignment]
     leave_out_notices()
     for name in MODULES:
         importlib.import_module(name)
-    _find_home_places(os.environ["HF_HOME"])
+    for module in list(sys.modules.values()):  # some have a name of their own for it
+        if getattr(module, "__dict__", {}).get("Popen") is _real_popen:
+            module.Popen = ForkingPopen  # type: ignore[attr-defined]
+    os.execvp = _execvp  # type: ignore[assignment]
+    _find_home_places(importlib.import_module("huggingface_hub.constants").HF_HOME)
+    os.environ["HF_HOME"] = os.path.join(tempfile.gettempdir(), "lorashard-tests-home-of-nobody")
+    _set_home(os.environ["HF_HOME"])
     _warm_up()
     gc.collect()
     gc.freeze()
     gc.enable()
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    requests.set_inheritable(False)
-    serve(requests)
+
+
+def be_zygote(requests: socket.socket) -> NoReturn:
+    """Serve requests in a process that was just forked from the tests' own, once there is one."""
+    try:
+        faulthandler.disable()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        select.select([requests], [], [])
+        if requests.recv(1, socket.MSG_PEEK):
+            prepare()
+            serve(requests)
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":
     sys.modules["zygote"] = sys.modules["__main__"]  # stays, whatever becomes the main module
-    main()
+    prepare()
+    given = socket.socket(fileno=int(sys.argv[1]))
+    given.set_inheritable(False)
+    serve(given)

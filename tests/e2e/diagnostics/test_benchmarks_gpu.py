@@ -100,6 +100,7 @@ def test_the_planned_peak_is_that_of_the_contender(gpu, tmp_path):
             assert planned[name][str(rows * tokens)] == pytest.approx(found_bytes, rel=gpu.PLAN_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_every_placement_and_batch_is_planned_on_a_gpu(gpu):
     """Catches a bar that passes since nothing was foreseen; that the base's bytes differ is all that placing does."""
     shape = gpu.SHAPES["tiny"]

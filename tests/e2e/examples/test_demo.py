@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,15 +12,27 @@ from collections.abc import Callable
 import pytest
 from helpers import warm
 from helpers.forked_ranks import QUICK_START
-from helpers.paths import ROOT
+from helpers.paths import DEMO, ROOT
 
 CPU_BUDGET_S = 200  # the demo is given 180, and the benchmark of peers starts ranks
 
 
 def run(script: str, *arguments: str, start: Callable = subprocess.run) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | QUICK_START
-    command = [sys.executable, str(ROOT / script), *arguments]
+    command = [sys.executable, script, *arguments]
     return start(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_run_of_the_demo_begins(tmp_path):
+    """Catches a base, a tokenizer, rows and a config that do not go together, and questions that were trained on."""
+    demo = runpy.run_path(str(DEMO / "run.py"), run_name="demo")
+    trained, asked = (set((DEMO / name).read_text().splitlines()) for name in ("train.jsonl", "test.jsonl"))
+    assert asked and not trained & asked
+    words = demo["FINETUNE"].replace("runs/demo", str(tmp_path / "run")).replace("--cpu 2", "--cpu 1").split()
+    shorter = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"]
+    result = run("-m", "lorashard", *words, *shorter, start=warm.run)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads((tmp_path / "run/status.json").read_text())["step"] == 2
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ USE_OPTIONS = {
     "ui": UiOptions,
 }
 LAUNCHERS = ("torchrun", "accelerate")
+# The others take seconds each: they are planned, or their table is computed.
+QUICK_RECIPE, SLOW_RECORD = "llama-8b-2x24gb.yaml", "scaling-activations.json"
 
 
 def list_blocks(language: str) -> list[tuple[str, str]]:
@@ -46,10 +49,18 @@ def list_blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
-def list_recipes() -> list[Path]:
+def list_recipes() -> list[Any]:
     found = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "# Hardware: " in path.read_text()]
-    assert found
-    return found
+    return [_leave_out(path, path.name != QUICK_RECIPE) for path in found]
+
+
+def list_records() -> list[Any]:
+    found = sorted((ROOT / "benchmarks/records").glob("*.json"))
+    return [_leave_out(path, path.name == SLOW_RECORD) for path in found]
+
+
+def _leave_out(path: Path, is_slow: bool) -> Any:
+    return pytest.param(path, marks=[pytest.mark.slow] if is_slow else [], id=path.name)
 
 
 def list_commands() -> list[str]:
@@ -144,7 +155,7 @@ def test_files_in_the_documents_exist():
         assert (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize("record", sorted((ROOT / "benchmarks/records").glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("record", list_records())
 def test_the_tables_are_those_of_the_records(record, run_benchmark):
     """A figure in prose that no record holds is a claim."""
     table = run_benchmark(ROOT / "benchmarks" / f"{record.name.partition('-')[0]}.py", "--table", str(record))
@@ -159,7 +170,7 @@ def test_a_snippet_in_the_documents_runs(document, snippet, tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "meta-llama/Llama-3.1-8B")
-    build_base(vocab_size=5).save_pretrained(tmp_path / "meta-llama/Llama-3.1-8B")
+    build_base(num_hidden_layers=2, vocab_size=5).save_pretrained(tmp_path / "meta-llama/Llama-3.1-8B")
     (tmp_path / "rows.jsonl").write_text((json.dumps({"text": "one two three"}) + "\n") * 8)
     if not torch.cuda.is_available():
         snippet = snippet.replace("SFTConfig(", "SFTConfig(use_cpu=True, ")
@@ -183,7 +194,7 @@ def test_a_config_is_accepted(path):
     assert config.model_name_or_path == "m"
 
 
-@pytest.mark.parametrize("path", list_recipes(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", list_recipes())
 def test_the_header_of_a_recipe_is_the_planners(path, monkeypatch):
     """A recipe whose figures are of last month's planner promises what does not fit."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import warm
+from helpers.cases import slow
 from helpers.chat_task import GREEDY, LORASHARD, answer, build_task, load_plain, make_environment, talk
 from helpers.paths import ROOT
 from peft import PeftModel
@@ -47,7 +48,9 @@ def run(task: Path, words: list[str], lines: str = "") -> subprocess.CompletedPr
     return result
 
 
-@pytest.mark.parametrize("ranks", [["--cpu", "1"], ["--cpu", "2", "--placement", "shard", "--resident_layers", "0"]])
+@pytest.mark.parametrize(
+    "ranks", [["--cpu", "2", "--placement", "shard", "--resident_layers", "0"], slow(["--cpu", "1"])]
+)
 def test_piped_lines_are_a_conversation(task, plain, ranks):
     """Catches ranks without a stdin, an answer that is lost at the end, turns forgotten or kept after /reset."""
     lines = "w20 w21\nw22\n\n/reset\nw22\n/exit\nw23\n"

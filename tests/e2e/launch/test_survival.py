@@ -8,12 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.finetune import read_lines, read_losses
+from helpers.finetune import read_losses
 from helpers.survival import (
     AfterSteps,
     finish,
     hash_files,
     is_same_adapter,
+    kill_all,
+    kill_when,
     read_evaluations,
     read_phase,
     read_rows,
@@ -23,8 +25,9 @@ from helpers.survival import (
     survive,
     train,
 )
+from safetensors.torch import load_file
 
-CPU_BUDGET_S = 200  # some 40 runs
+CPU_BUDGET_S = 110  # some 35 forked runs, and a real one
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,29 @@ def alone(task) -> Path:
 ALONE = {"cpu": 1, "per_device_train_batch_size": 4}
 
 
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": "true",
+    "greater_is_better": "true",  # of a loss: an early evaluation is the best one
+    "early_stopping_patience": 3,
+    "save_total_limit": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def best(task) -> Path:
+    """A run that early stopping ends: the third evaluation that is not better."""
+    found = train(task, "best", **BEST, eval_dataset=task / "eval.jsonl")
+    evaluations = read_evaluations(found)
+    assert max(evaluations) == find_best(evaluations) + 3 * 2 < 14
+    return found
+
+
+def find_best(evaluations: dict[int, float]) -> int:
+    return max(evaluations, key=evaluations.__getitem__)
+
+
 def assert_same_run(found: Path, expected: Path) -> None:
     assert is_same_adapter(found, expected)
     assert read_losses(found) == read_losses(expected)
@@ -49,16 +75,36 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert json.loads((found / "status.json").read_text())["phase"] == "done"
 
 
+def cut(whole: Path, out: Path, step: int) -> None:
+    """Copy a run's folder as a kill leaves it after `checkpoint-STEP`."""
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("adapter_*"))
+    shutil.copytree(whole / f"checkpoint-{step}", out / f"checkpoint-{step}", dirs_exist_ok=True)
+    for checkpoint in out.glob("checkpoint-*"):
+        if int(checkpoint.name.partition("-")[2]) > step:
+            shutil.rmtree(checkpoint)
+
+
 def test_a_killed_run_ends_as_the_uninterrupted_one(task, whole):
     """Catches another random state, order of rows, schedule or optimizer after a kill, and steps that are logged twice.
 
-    A kill between steps in the second epoch, of one rank alone.
+    A kill between steps in the second epoch, of one rank alone, of a run whose interpreters were started: the run that
+    it ends as was forked. A rank that the kernel kills writes nothing: the launcher says in the folder who it was.
     """
     out = task / "killed"
-    found = survive(task, "killed", [(AfterSteps(out, 9, random.Random(0)), "1")])
-    assert_same_run(found, whole)
-    assert [path.name for path in sorted(found.glob("checkpoint-*"))] == ["checkpoint-12", "checkpoint-14"]
-    assert "going on from" in (found / "logs" / "rank_0.log").read_text()
+    is_time = AfterSteps(out, 9, random.Random(0))
+    process = start(task, "killed", last_step=is_time.last_step, is_real=True)
+    try:
+        assert kill_when(process, is_time, "1"), (task / "killed.log").read_text()
+    finally:
+        kill_all(process)
+    status = json.loads((out / "status.json").read_text())
+    assert process.returncode == 1 and status["phase"] == "failed"
+    assert all("rank 1 " in said and "SIGKILL" in said for said in (status["error"], (task / "killed.log").read_text()))
+    assert_same_run(train(task, "killed"), whole)
+    assert [path.name for path in sorted(out.glob("checkpoint-*"))] == ["checkpoint-12", "checkpoint-14"]
+    assert [path.name for path in (out / "checkpoint-14").glob("*.safetensors")] == ["adapter_model.safetensors"]
+    names = load_file(out / "checkpoint-14" / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in names), "the base was saved"
 
 
 @pytest.mark.slow
@@ -83,33 +129,24 @@ def test_kills_at_the_worst_moments_change_nothing(task, whole):
     assert_same_run(survive(task, "often", moments, slow_s=0.05), whole)
 
 
-def test_early_stopping_and_the_best_checkpoint_survive_kills(task):
+@pytest.mark.parametrize("is_often", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_early_stopping_and_the_best_checkpoint_survive_kills(task, best, is_often):
     """Catches a patience that begins anew, a best checkpoint that is rotated away or forgotten, and training that goes
     on where early stopping had ended it.
     """
-    options = {
-        "eval_dataset": task / "eval.jsonl",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "load_best_model_at_end": "true",
-        "greater_is_better": "true",  # of a loss: an early evaluation is the best one
-        "early_stopping_patience": 3,
-        "save_total_limit": 1,
-    }
-    expected = train(task, "best", **options)
-    evaluations = read_evaluations(expected)
-    assert list(evaluations) == [2, 4, 6, 8, 10], "the third evaluation that is not better ends the run"
-    out = task / "best_killed"
-    moments = [
-        (AfterSteps(out, 5, random.Random(2)), "1"),
-        (sees(out, ".checkpoint-8.partial"), "all"),
-        (sees(out, "checkpoint-10"), "0"),
-        (sees(out, ".adapter.partial"), "all"),
-    ]
-    found = survive(task, "best_killed", moments, slow_s=0.05, **options)
-    assert_same_run(found, expected)
+    out = task / f"best_killed_{is_often}"
+    moments = [(AfterSteps(out, 5, random.Random(2)), "1")]
+    if is_often:
+        last = max(read_evaluations(best))
+        names = (f".checkpoint-{last - 2}.partial", f"checkpoint-{last}", ".adapter.partial")
+        later = [sees(out, name) for name in names]
+        moments += zip(later, ("all", "0", "all"), strict=True)
+    slow_s = 0.05 if is_often else 0
+    found = survive(task, out.name, moments, slow_s=slow_s, **BEST, eval_dataset=task / "eval.jsonl")
+    assert_same_run(found, best)
+    evaluations = read_evaluations(best)
     assert read_evaluations(found) == evaluations
-    assert is_same_adapter(found, found / "checkpoint-4")
+    assert is_same_adapter(found, found / f"checkpoint-{find_best(evaluations)}")
 
 
 @pytest.mark.slow
@@ -135,28 +172,24 @@ def test_a_killed_run_of_dpo_keeps_its_reference(task):
     rows = [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()[:22]]
     pairs = [{"prompt": r["question"], "chosen": r["answer"], "rejected": "it is not known"} for r in rows]
     (task / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    options = {"method": "dpo", "dataset": task / "pairs.jsonl", "max_grad_norm": 0, "max_steps": 8}
+    options = {"method": "dpo", "dataset": task / "pairs.jsonl", "max_grad_norm": 0, "max_steps": 4}
     expected = train(task, "dpo", **options)
-    out = task / "dpo_killed"
-    moments = [(AfterSteps(out, 3, random.Random(3)), "0"), (sees(out, ".checkpoint-8.partial"), "all")]
-    assert_same_run(survive(task, "dpo_killed", moments, slow_s=0.05, **options), expected)
+    cut(expected, task / "dpo_killed", 2)
+    assert_same_run(train(task, "dpo_killed", **options), expected)
 
 
 def test_rows_that_are_grouped_by_length_come_in_the_same_order_again(task):
     """That order is drawn from whatever random state there is: a resumed epoch has others, and so has another rank."""
-    options = {"cpu": 2, "train_sampling_strategy": "group_by_length"}
+    options = {"cpu": 2, "train_sampling_strategy": "group_by_length", "save_steps": 8, "max_steps": 12}
     expected = train(task, "grouped", **options)
-    out = task / "grouped_killed"
-    found = survive(task, out.name, [(AfterSteps(out, 9, random.Random(4)), "0")], **options)
-    assert_same_run(found, expected)
+    cut(expected, task / "grouped_killed", 8)
+    assert_same_run(train(task, "grouped_killed", **options), expected)
     epoch_steps = -(-22 // 4)
     rows = read_rows(task, "grouped", 2)
-    orders = []
-    for begin in (1, epoch_steps + 1):
-        drawn = [row for step in range(begin, min(begin + epoch_steps, 15)) for row in rows[step]]
-        orders.append(drawn)
-        if begin + epoch_steps <= 15:
-            assert len({tuple(row) for row in drawn}) == 22, "rows are missing from an epoch"
+    orders = [
+        [row for step in range(begin, begin + epoch_steps) for row in rows[step]] for begin in (1, epoch_steps + 1)
+    ]
+    assert all(len({tuple(row) for row in order}) == 22 for order in orders), "rows are missing from an epoch"
     assert orders[0] != orders[1]
 
 
@@ -193,34 +226,20 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(task, eight_rows, nu
     losses, expected = read_losses(found), read_losses(eight_rows)
     assert losses == {step: pytest.approx(expected[step], rel=1e-6) for step in range(5, 9)}
     said = (found / "logs" / "rank_0.log").read_text()
-    assert ("holds the random states of 2 ranks" in said) == (num_ranks != 2)
+    assert "random states of 2 ranks" in said
 
 
-def test_what_cannot_be_kept_is_refused_before_training(task, whole, alone):
+def test_what_cannot_be_kept_is_refused_before_training(task, whole):
     """A run that goes on with other rows looks healthy; one that is refused late has cost the one before."""
-    shutil.copytree(whole, task / "refused_whole")
-    moved = {"cpu": 1, "gradient_accumulation_steps": 2, "max_steps": 19}
-    assert "22 on 1, so the last step of an epoch" in refuse(task, "refused_whole", **moved)
-    shutil.copytree(alone, task / "refused")
+    shutil.copytree(whole, task / "refused")
+    assert "22 on 1" in refuse(task, "refused", cpu=1, gradient_accumulation_steps=2, max_steps=19)
     rows = (task / "few.jsonl").read_text().splitlines(keepends=True)
     (task / "fewer.jsonl").write_text("".join(rows[1:]))
-    (task / "edited.jsonl").write_text("".join([rows[0].replace("what", "that"), *rows[1:]]))
-    for options, expected in [
-        ({"dataset": task / "fewer.jsonl"}, "the data have changed since checkpoint-14: it was trained on 22 rows"),
-        ({"dataset": task / "edited.jsonl"}, "the data have changed since checkpoint-14"),
-        ({"per_device_train_batch_size": 1}, "--global_batch_size 4"),
-        ({"lora_r": 4}, "was trained with r 16, and this run has 4"),
-        ({"seed": 43}, "came in another order: random, seed 42; this run has random, seed 43"),
-    ]:
-        assert expected in refuse(task, "refused", **ALONE | options)
+    assert "on 22 rows" in refuse(task, "refused", dataset=task / "fewer.jsonl")
     checkpoint = task / "refused" / "checkpoint-14" / "optimizer.pt"
     content = checkpoint.read_bytes()
     checkpoint.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    assert f"{checkpoint} is damaged" in refuse(task, "refused", **ALONE, resume=checkpoint.parent)
-    for path in (task / "refused").glob("checkpoint-*"):
-        shutil.rmtree(path)
-    assert "a finished adapter" in refuse(task, "refused", **ALONE)
-    assert "expected a complete checkpoint" in refuse(task, "refused", **ALONE, resume="true")
+    assert f"{checkpoint} is damaged" in refuse(task, "refused", resume=checkpoint.parent)
 
 
 def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
@@ -232,11 +251,11 @@ def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
     (folder / "checkpoint-12").mkdir()
     assert_same_run(train(task, "damaged", save_total_limit=20), whole)
     said = (folder / "logs" / "rank_0.log").read_text()
-    assert "checkpoint-14 is skipped: " in said and "optimizer.pt is damaged: expected" in said
-    assert "checkpoint-12 is skipped: " in said and "has no manifest.json" in said
-    assert "checkpoint-14 is not gone on from: it is now set-aside-checkpoint-14" in said
+    (line,) = [line for line in said.splitlines() if "checkpoint-14 is skipped" in line]
+    assert "optimizer.pt" in line
+    (line,) = [line for line in said.splitlines() if "checkpoint-12 is skipped" in line]
+    assert "manifest.json" in line and "set-aside-checkpoint-14" in said and "step 10" in said
     assert (folder / "set-aside-checkpoint-14" / "optimizer.pt").stat().st_size == 1000
-    assert "going on from" in said and "step 10" in said
 
 
 @pytest.mark.slow
@@ -254,42 +273,6 @@ def test_a_finished_run_has_nothing_to_do(task, alone):
     """The command of a scheduler that starts it once more: no step, no other adapter."""
     folder = shutil.copytree(alone, task / "finished")
     checkpoints = {path.name: hash_files(path) for path in folder.glob("checkpoint-*")}
-    (task / "finished_rows_0.jsonl").touch()
     assert_same_run(train(task, "finished", **ALONE, save_total_limit=20), alone)
     assert {path.name: hash_files(path) for path in folder.glob("checkpoint-*")} == checkpoints
-    assert not read_lines(task / "finished_rows_0.jsonl"), "a step was trained"
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_a_manifest_is_taken_where_it_is_named(task, alone):
-    """A bare Trainer's checkpoint cannot be told to be whole: `auto` leaves it, a person may know better."""
-    folder = shutil.copytree(alone, task / "bare", ignore=shutil.ignore_patterns("adapter*", "checkpoint-[!8]*"))
-    (folder / "adapter_model.safetensors").unlink(missing_ok=True)
-    shutil.copytree(alone / "checkpoint-8", folder / "checkpoint-8", dirs_exist_ok=True)
-    (folder / "checkpoint-8" / "manifest.json").unlink()
-    named = shutil.copytree(folder / "checkpoint-8", task / "by-name")
-    found = train(task, "named", **ALONE, resume=named)
-    assert is_same_adapter(found, alone) and sorted(read_losses(found)) == list(range(9, 15))
-    assert f"{named} has no manifest" in (found / "logs" / "rank_0.log").read_text()
-    found = train(task, "bare", **ALONE)
-    assert_same_run(found, alone)
-    assert "checkpoint-8 is skipped: " in (found / "logs" / "rank_0.log").read_text()
-    assert (folder / "set-aside-checkpoint-8").is_dir()
-
-
-@pytest.mark.slow
-def test_other_data_can_be_gone_on_with_where_that_is_said(task, alone):
-    """`ignore_data_skip` is the way out that the refusal names."""
-    rows = (task / "few.jsonl").read_text().splitlines(keepends=True)
-    (task / "more.jsonl").write_text("".join(rows[3:]))
-    options = ALONE | {"dataset": task / "more.jsonl", "ignore_data_skip": "true", "resume": alone / "checkpoint-8"}
-    assert sorted(read_losses(train(task, "other_data", **options))) == list(range(9, 15))
-
-
-@pytest.mark.slow
-def test_a_run_in_an_empty_folder_starts_afresh(task):
-    """`auto` is for a command that is started again and again: the first time there is nothing."""
-    (task / "empty").mkdir()
-    process = start(task, "empty", **ALONE, max_steps=2)
-    assert finish(process, task, "empty") == 0
-    assert read_losses(task / "empty").keys() == {1, 2}
+    assert not (task / "finished_rows_0.jsonl").exists(), "a step was trained"

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.finetune import (
     ACCELERATE,
     LORASHARD,
     MODULE,
     STEPS,
     TORCHRUN,
+    build_task,
     make_options,
     read_lines,
     read_losses,
     run,
     train,
 )
+from helpers.survival import is_same_adapter
 from helpers.tiny import build_base
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-CPU_BUDGET_S = 200  # three real starts of two ranks, and some 20 forked runs
+CPU_BUDGET_S = 80  # two real starts of two ranks, and some 12 forked runs
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """The same task as elsewhere, on more layers than stay in the slots: each step gathers."""
+    return build_task(tmp_path_factory.mktemp("task"), num_layers=6)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def test_a_run_leaves_what_it_promises(task, two_ranks):
     for rank in (0, 1):
         line = read_lines(two_ranks / "ranks" / f"rank_{rank}.jsonl")[-1]
         assert line["bytes_at_rest"] < line["base_bytes"] * 0.55 and line["gathers"] > 0
-    assert "the logits equal the trained ones" in (two_ranks / "logs" / "rank_0.log").read_text()
+    assert "logits equal" in (two_ranks / "logs" / "rank_0.log").read_text()
     assert (two_ranks / "config.yaml").exists() and (two_ranks / "tokenizer.json").exists()
     assert "torch" in json.loads((two_ranks / "versions.json").read_text())
     assert list(two_ranks.rglob("events.out.tfevents*")), "the tracker wrote nothing"
@@ -81,9 +86,8 @@ def test_what_is_left_to_auto_is_planned(task, two_ranks):
     assert f"placement: {plan['reason']}" in result.stdout
     line = read_lines(task / "auto" / "ranks" / "rank_0.jsonl")[-1]
     assert line["bytes_at_rest"] + line["slot_bytes"] == chosen["rest_bytes"] + chosen["slot_bytes"]
-    assert "memory: base at rest and slots predicted" in result.stdout
-    sharded, planned = (load_file(task / out / "adapter_model.safetensors") for out in ("two_ranks", "auto"))
-    assert all(torch.equal(sharded[name], planned[name]) for name in sharded)
+    assert "memory: " in result.stdout
+    assert is_same_adapter(task / "auto", two_ranks)
 
 
 def test_profiled_steps_leave_traces_and_a_page(two_ranks):
@@ -115,45 +119,21 @@ def test_the_adapter_loads_in_plain_peft(task, two_ranks):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks"), [(TORCHRUN, {"cpu": 2}), pytest.param(ACCELERATE, {}, marks=pytest.mark.slow)]
+    ("launcher", "ranks", "is_real"),
+    [(TORCHRUN, {"cpu": 2}, False), slow(TORCHRUN, {"cpu": 2}, True), slow(ACCELERATE, {}, True)],
 )
-def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks, launcher, ranks):
+def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks, launcher, ranks, is_real):
     """Ranks that train alone, or on the same rows, look healthy and give other losses.
 
-    The launchers and their ranks are started, and those of the run that they equal are forked: so forks are as good.
+    Where the launchers and their ranks are started, the run that they equal is forked: so forks are as good.
     """
-    out = task / launcher[2]
+    out = task / f"{launcher[2]}_{is_real}"
     command = [*launcher, *MODULE, "finetune", *make_options(task, out.name, **ranks)]
-    result = run(command, task, 300, is_real=True, ACCELERATE_USE_CPU="true")
+    result = run(command, task, 300, is_real=is_real, ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr
     assert read_losses(out) == read_losses(two_ranks)
-    started, forked = (load_file(folder / "adapter_model.safetensors") for folder in (out, two_ranks))
-    assert all(torch.equal(started[name], forked[name]) for name in started.keys() | forked)
+    assert is_same_adapter(out, two_ranks)
     assert json.loads((out / "status.json").read_text())["world_size"] == 2
-
-
-def test_a_resumed_run_ends_as_the_uninterrupted_one(task):
-    """Resume that starts from zero, or with other rows or another learning rate, is what peers' users were burnt by."""
-    options = dict(cpu=2, lora_dropout=0.1, save_strategy="steps", save_steps=2)
-    whole = train(task, "whole", **options)
-    (task / "cut").mkdir()
-    checkpoint = task / "whole" / "checkpoint-4"
-    resumed = train(task, "cut", **options, resume_from_checkpoint=checkpoint)
-    assert resumed == whole[4:]
-    expected, found = (load_file(task / out / "adapter_model.safetensors") for out in ("whole", "cut"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
-    assert not any(
-        "base_layer" in name or "embed" in name for name in load_file(next(checkpoint.glob("*.safetensors")))
-    )
-
-    shutil.copytree(task / "model", task / "changed")
-    tensors = load_file(task / "changed" / "model.safetensors")
-    tensors["model.norm.weight"] *= 2
-    save_file(tensors, task / "changed" / "model.safetensors", metadata={"format": "pt"})
-    other = dict(options, model=task / "changed", resume_from_checkpoint=checkpoint)
-    refused = run([*LORASHARD, "finetune", *make_options(task, "other", **other)], task)
-    assert refused.returncode == 2 and "another base" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,35 +158,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(task, two_ranks, options, message
     assert len(lines) == 1 and message in lines[0] and lines[0].startswith("lorashard: ")
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_modules_to_save": "lm_head", "model": "HERE/untied"}])
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, slow({"lora_modules_to_save": "lm_head", "model": "HERE/untied"})]
+)
 def test_an_adapter_that_is_made_from_base_weights_is_read_back(task, options):
     """PEFT reads the base to make such an adapter, which is sharded by then: the check must not leave it out."""
-    build_base("llama", vocab_size=300, eos_token_id=2).save_pretrained(task / "untied")
+    build_base("llama", num_hidden_layers=2, vocab_size=300, eos_token_id=2).save_pretrained(task / "untied")
     for file in (task / "model").glob("tokenizer*"):
         shutil.copy(file, task / "untied")
     options = {key: str(value).replace("HERE", str(task)) for key, value in options.items()}
     result = run(
         [*LORASHARD, "finetune", *make_options(task, next(iter(options)), cpu=2, max_steps=2, **options)], task
     )
-    assert result.returncode == 0 and "and the logits equal the trained ones" in result.stdout, result.stdout
-
-
-def test_a_killed_rank_leaves_word_in_the_run_folder(task):
-    """A rank that the kernel kills writes nothing; status.json would say `train` for ever."""
-    command = [*LORASHARD, "finetune", *make_options(task, "killed", cpu=2, max_steps=100_000)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        begin_s = time.monotonic()
-        while not (task / "killed" / "metrics.jsonl").exists():
-            assert time.monotonic() - begin_s < 100 and process.poll() is None
-            time.sleep(0.2)
-        os.kill(json.loads((task / "killed" / "status.json").read_text())["pid"], signal.SIGKILL)
-        stderr = process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
-    status = json.loads((task / "killed" / "status.json").read_text())
-    assert process.returncode == 1 and "rank 0 was killed by SIGKILL" in stderr
-    assert status["phase"] == "failed" and "rank 0 was killed by SIGKILL" in status["error"]
+    assert result.returncode == 0 and "logits equal" in result.stdout, result.stdout
 
 
 @pytest.mark.slow
@@ -214,18 +178,18 @@ def test_an_adapter_that_learnt_nothing_is_an_error(task):
     """A learning rate of zero leaves lora_B at zero: the files are right and worthless."""
     options = make_options(task, "dead", cpu=2, learning_rate=0.0, max_steps=2)
     result = run([*LORASHARD, "finetune", *options], task)
-    assert result.returncode == 2 and "has learnt nothing" in result.stderr
+    assert result.returncode == 2 and "learnt nothing" in result.stderr
     assert json.loads((task / "dead" / "status.json").read_text())["phase"] == "failed"
 
 
-def test_a_mistake_costs_the_run_that_was_to_be_overwritten_nothing(task):
+def test_a_mistake_costs_the_run_that_was_to_be_overwritten_nothing(task, two_ranks):
     """Clearing the folder before the new run is known to be able to start loses the old adapter for a typing error."""
-    train(task, "kept", cpu=1, max_steps=2, use_dora=True)
+    shutil.copytree(two_ranks, task / "kept")
     (task / "broken.jsonl").write_text('{"question": "what')
     options = make_options(task, "kept", cpu=1, dataset=task / "broken.jsonl")
     result = run([*LORASHARD, "finetune", *options, "--overwrite_output_dir"], task)
     assert result.returncode == 2 and "broken.jsonl" in result.stderr
-    assert (task / "kept" / "adapter_model.safetensors").exists() and len(read_losses(task / "kept")) == 2
+    assert is_same_adapter(task / "kept", two_ranks) and len(read_losses(task / "kept")) == STEPS
 
 
 @pytest.mark.slow
@@ -235,9 +199,7 @@ def test_compiled_layers_train_the_same_adapter(task, two_ranks):
     result = run([*LORASHARD, "finetune", *options], task, timeout_s=290)
     assert result.returncode == 0, result.stdout + result.stderr
     assert read_losses(task / "compiled") == read_losses(two_ranks)
-    compiled, plain = (load_file(task / out / "adapter_model.safetensors") for out in ("compiled", "two_ranks"))
-    assert compiled.keys() == plain.keys()
-    assert all(torch.equal(compiled[name], plain[name]) for name in plain)
+    assert is_same_adapter(task / "compiled", two_ranks)
 
 
 @pytest.mark.slow
