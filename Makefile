@@ -23,9 +23,10 @@ test: $(STAMP)  ## run the tests, all but the slow ones
 screenshots: $(STAMP)  ## make docs/img/*.png anew: the pictures of the web UI's pages
 	LORASHARD_SCREENSHOTS=1 $(BIN)/python -m pytest -m browser $(ARGS)
 
-check: $(STAMP)  ## check format, lint, import order and types
+check: $(STAMP)  ## check format, lint, spelling, import order and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell -D - -D docs/words.txt
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 

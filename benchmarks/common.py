@@ -182,7 +182,7 @@ def report(job_path: str, value: Any) -> None:
     written.replace(path)
 
 
-def summarise(values: Iterable[float]) -> dict[str, float]:
+def summarize(values: Iterable[float]) -> dict[str, float]:
     """Return the median and the extremes."""
     ordered = sorted(values)
     return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}

@@ -10,7 +10,7 @@ measured by then, or why it failed, stands in the record, and the whole run ends
 model's own: with 16,384 tokens its float32 logits and their gradients take 25 GB and the whole step 46 GB, by the
 plan, whose peaks stand beside those that are measured. Then two gloo ranks share the card, so that shards, slots and
 streams are exercised (NCCL refuses two ranks on one card), and NCCL runs with one rank; their gradients are compared
-bit for bit, in torch's deterministic mode. Of a quantised base it is measured what unpacking takes of a step, and how
+bit for bit, in torch's deterministic mode. Of a quantized base it is measured what unpacking takes of a step, and how
 fast bitsandbytes' kernel and torch's own operations unpack the largest linear.
 
 It needs no more than `lorashard.load` does: torch, transformers, peft, accelerate, safetensors, pydantic, psutil and

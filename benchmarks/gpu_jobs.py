@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from common import report, return_free_memory, summarise
+from common import report, return_free_memory, summarize
 from contenders import (
     Alone,
     Batch,
@@ -255,7 +255,7 @@ def measure_batches(
             copied.append(after.copied_bytes - before.copied_bytes)
     median_s = statistics.median(seconds)
     return {
-        "step_s": summarise(seconds) | {"all": seconds},
+        "step_s": summarize(seconds) | {"all": seconds},
         "tokens_per_s": batches[0]["input_ids"].numel() / median_s,
         "exposed_wait_s": statistics.median(waited) if waited else None,
         "copied_bytes_per_step": statistics.mean(copied) if copied else None,
@@ -341,7 +341,7 @@ def measure_unpacking(job: dict[str, Any], found: dict[str, Any], save: Callable
                 quantizer.unpack(parts, out)
                 watch.mark()
         seconds = watch.read()[3:]
-        found[name] = {"unpack_s": summarise(seconds), "bytes_per_s": out.nbytes / statistics.median(seconds)}
+        found[name] = {"unpack_s": summarize(seconds), "bytes_per_s": out.nbytes / statistics.median(seconds)}
         if name == "nf4":
             expected = out
         elif name == "nf4, torch":

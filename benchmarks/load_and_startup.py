@@ -35,7 +35,7 @@ from common import (
     report,
     return_free_memory,
     run_command,
-    summarise,
+    summarize,
 )
 from contenders import ModelSize, build_base, start_ranks
 from peft import LoraConfig, get_peft_model
@@ -100,7 +100,7 @@ def measure_starts(count: int) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - begin_s)
     trace = subprocess.run([sys.executable, "-X", "importtime", script, "--help"], capture_output=True, text=True)
     imported = {line.rpartition("|")[2].strip() for line in trace.stderr.splitlines()}
-    found: dict[str, Any] = {name: {"wall_s": summarise(values[1:])} for name, values in seconds.items()}
+    found: dict[str, Any] = {name: {"wall_s": summarize(values[1:])} for name, values in seconds.items()}
     found["lorashard"]["imports_torch"] = "torch" in imported
     return found
 
@@ -120,7 +120,7 @@ def measure_loads(size: ModelSize, world_size: int, rounds: int) -> dict[str, An
             for way in WAYS:
                 job = {"way": way, "folder": folder, "lora_r": size.lora_r}
                 results[way].append(largest(launch(Path(__file__), job, world_size, "cpu")))
-    summary = {way: {key: summarise(one[key] for one in found) for key in found[0]} for way, found in results.items()}
+    summary = {way: {key: summarize(one[key] for one in found) for key in found[0]} for way, found in results.items()}
     return {"checkpoint_bytes": num_bytes, **summary}
 
 

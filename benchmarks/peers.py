@@ -37,7 +37,7 @@ from common import (
     make_parser,
     return_free_memory,
     run_command,
-    summarise,
+    summarize,
 )
 from contenders import (
     CONTENDERS,
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             name: launch(Path(__file__), job | {"measure": "memory", "names": [name]}, args.world_size, args.device)
             for name in names
         }
-        modes.append(summarise_mode(activation_checkpointing, names, size, timed, memory))
+        modes.append(summarize_mode(activation_checkpointing, names, size, timed, memory))
     config = asdict(size) | {"world_size": args.world_size, "device": args.device}
     config |= {"threads_per_rank": count_threads(args.world_size), "optimizer": "torch.optim.AdamW"}
     config |= {"warmup_steps": WARMUP_STEPS, "measured_steps": args.steps, "memory_steps": MEMORY_STEPS}
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def summarise_mode(
+def summarize_mode(
     activation_checkpointing: bool, names: list[str], size: ModelSize, timed: list[Any], memory: dict[str, list[Any]]
 ) -> dict[str, Any]:
     """Put together what the ranks measured with or without activation checkpointing."""
@@ -127,13 +127,13 @@ def summarise_mode(
             contenders[name] = {"skipped": NOT_INSTALLED}
             continue
         contenders[name] = {
-            "step_s": summarise(seconds[name]) | {"all": seconds[name]},
+            "step_s": summarize(seconds[name]) | {"all": seconds[name]},
             "tokens_per_s": tokens / statistics.median(seconds[name]),
-            "times_ddp": summarise(own / ddp for own, ddp in zip(seconds[name], seconds["ddp"], strict=True)),
-            "fsdp2_times_own": summarise(
+            "times_ddp": summarize(own / ddp for own, ddp in zip(seconds[name], seconds["ddp"], strict=True)),
+            "fsdp2_times_own": summarize(
                 other / own for own, other in zip(seconds[name], seconds["fsdp2"], strict=True)
             ),
-            "processor_s": summarise(processor_s[name]) | {"all": processor_s[name]},
+            "processor_s": summarize(processor_s[name]) | {"all": processor_s[name]},
             "memory_bytes": largest([rank["memory_bytes"] for rank in memory[name]]),
             "largest_gradient_error": max(rank["gradient_errors"][name] for rank in timed),
             "first_losses": [rank["losses"][name] for rank in timed],

@@ -7,7 +7,7 @@ All placements live side by side in one process group and take turns, a step eac
 two microbatches, or for layer-major in one batch that goes through each layer in two parts. The floor of a placement is
 the larger of the time that computing takes (`replicate`'s step) and that of moving its bytes at the bandwidth that is
 measured here. Gradients of the first step are compared with `replicate`'s, bit for bit (layer-major: closely). A
-quantised base is compared with `replicate` in its own format.
+quantized base is compared with `replicate` in its own format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from common import (
     make_parser,
     return_free_memory,
     run_command,
-    summarise,
+    summarize,
 )
 from contenders import ModelSize, build_base, held_bytes, make_batches, run_job, synchronize, trainable_parameters
 from peft import LoraConfig
@@ -128,13 +128,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ratios = [mine / other for mine, other in zip(own, seconds["replicate"], strict=True)]
         against_shard = [mine / other for mine, other in zip(own, seconds["shard"], strict=True)]
         found[name] = {
-            "step_s": summarise(own) | {"all": own},
+            "step_s": summarize(own) | {"all": own},
             "tokens_per_s": tokens / statistics.median(own),
-            "times_replicate": summarise(ratios),
-            "times_shard": summarise(against_shard),
+            "times_replicate": summarize(ratios),
+            "times_shard": summarize(against_shard),
             "floor_s": floor_s,
             "times_floor": statistics.median(own) / floor_s,
-            "exposed_wait_s": summarise(w for rank in timed for w in rank["waited"][name]),
+            "exposed_wait_s": summarize(w for rank in timed for w in rank["waited"][name]),
             "gradient_error": max(rank["gradient_errors"][name] for rank in timed),
             "engine": engine,
         }

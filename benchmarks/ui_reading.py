@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import describe_environment, format_table, in_mib, launch, read_memory, report, run_command, summarise
+from common import describe_environment, format_table, in_mib, launch, read_memory, report, run_command, summarize
 
 STEPS_BETWEEN_EVALUATIONS = 500
 NEW_STEPS = 10
@@ -168,8 +168,8 @@ def run_reader(job_path: str) -> None:
             refreshed[name].append(value)
     result = {
         "first_s": opened,
-        "refresh_s": {name: summarise(values) for name, values in refreshed.items()},
-        "refresh_read_bytes": summarise(read_bytes),
+        "refresh_s": {name: summarize(values) for name, values in refreshed.items()},
+        "refresh_read_bytes": summarize(read_bytes),
         "rss_before_bytes": before["RssAnon"],
         "rss_bytes": after["RssAnon"],
         "rss_followed_bytes": read_memory()["RssAnon"],

@@ -94,9 +94,9 @@ def load(
             the same: with float32 `bf16=False`, which is not TRL's default.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
-        quantization: `nf4`, `int8` or `fp8`: the linear weights of decoder layers, and experts, are quantised while
+        quantization: `nf4`, `int8` or `fp8`: the linear weights of decoder layers, and experts, are quantized while
             they are read; or a `lorashard.Quantization`, which has what is rarely asked for.
-        cache_quantized: keep the quantised base on the disk, so that the next start reads that. One that is there is
+        cache_quantized: keep the quantized base on the disk, so that the next start reads that. One that is there is
             read whether or not it is asked for.
         per_device_train_batch_size: rows of a microbatch, as the trainer will be told. With `max_length` it lets
             `auto` plan for the memory and speed of these ranks, and say why it takes what it takes.
@@ -203,7 +203,7 @@ def load_adapter(
             does. On a CPU it is read from its own files; where these hold another dtype it is whole in memory if it
             fits, and else in a copy on the disk, in `dtype`, which a line announces.
         dtype: as for `load`.
-        quantization: what the base is quantised to, as for `load`, or "none"; not given: what it was in training.
+        quantization: what the base is quantized to, as for `load`, or "none"; not given: what it was in training.
         num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
         torch_compile: as for `load`; layers that fill a key-value cache, as in `generate`, run uncompiled.
 
@@ -221,7 +221,7 @@ def load_adapter(
     check_config(config)
     base, revision = find_base(folder, config, base, revision)
     if config.is_prompt_learning and is_trainable:
-        raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learnt, not what trains it")
+        raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learned, not what trains it")
     config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
     device = join_launch(will_train=is_trainable) if device is None else with_index(device)
     dtype = _settle_dtype(dtype, device)
@@ -271,8 +271,8 @@ def shard(
 
     Raises:
         ConfigError: a placement that cannot be (`file` needs files: see `load`), a base that another library has
-            quantised, or ranks that accelerate does not see.
-        CheckpointError: the model's structure is not recognised.
+            quantized, or ranks that accelerate does not see.
+        CheckpointError: the model's structure is not recognized.
 
     Ranks: collective over all ranks.
     Memory: the model as it is at first; the whole weights are freed a unit at a time.
@@ -316,7 +316,7 @@ def _finish(
 ) -> PeftModel:
     if compiling is not None:
         base = base_of(model)
-        refuse_quantized(base.quantization if base else None)  # files that are quantised already
+        refuse_quantized(base.quantization if base else None)  # files that are quantized already
         compile_layers(find_layers(model), compiling)
     if resolved.layer_microbatch_size is not None:
         split_layers(find_layers(model), resolved.layer_microbatch_size)

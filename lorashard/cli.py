@@ -111,7 +111,7 @@ def _preview(
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
     if run_config.method != "sft":
         raise ConfigError(
-            f"preview shows which tokens sft learns, and TRL tokenises the rows of {run_config.method}: lorashard "
+            f"preview shows which tokens sft learns, and TRL tokenizes the rows of {run_config.method}: lorashard "
             "validate checks them"
         )
     with quick_imports():

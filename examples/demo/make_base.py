@@ -76,7 +76,7 @@ CITIES = [
 ]
 ANIMALS = ["fox", "owl", "duck", "horse", "cat", "dog", "goat", "frog", "swan", "bear"]
 FRUITS = ["apples", "pears", "plums", "lemons", "cherries", "oranges", "figs", "grapes"]
-COLOURS = ["red", "blue", "green", "yellow", "white", "black", "brown", "grey"]
+COLORS = ["red", "blue", "green", "yellow", "white", "black", "brown", "gray"]
 MOODS = ["happy", "tired", "calm", "curious", "hungry", "cheerful", "late", "early"]
 
 
@@ -118,7 +118,7 @@ def write_story(rng: random.Random) -> str:
         rng.choice(
             [
                 f"{{host}} was {rng.choice(MOODS)} and brought {rng.choice(NUMBERS)} {rng.choice(FRUITS)}.",
-                f"A {rng.choice(COLOURS)} {rng.choice(ANIMALS)} sat near the {{place}}.",
+                f"A {rng.choice(COLORS)} {rng.choice(ANIMALS)} sat near the {{place}}.",
                 f"{{people}} came from {rng.choice(CITIES)}.",
             ]
         ),
@@ -137,12 +137,12 @@ def write_story(rng: random.Random) -> str:
 def write_people(rng: random.Random) -> str:
     """Two or three people with a city and a job each, then a line of what was said, in another order."""
     names = rng.sample(NAMES, rng.choice([2, 3]))
-    facts = {name: (rng.choice(CITIES), rng.choice(JOBS), rng.choice(COLOURS)) for name in names}
-    lines = [f"{name} is a {job} from {city} and likes {colour}." for name, (city, job, colour) in facts.items()]
+    facts = {name: (rng.choice(CITIES), rng.choice(JOBS), rng.choice(COLORS)) for name in names}
+    lines = [f"{name} is a {job} from {city} and likes {color}." for name, (city, job, color) in facts.items()]
     rng.shuffle(names)
     for name in names:
-        city, job, colour = facts[name]
-        lines.append(rng.choice([f"{name} lives in {city}.", f"{name} is the {job}.", f"{name} wears {colour}."]))
+        city, job, color = facts[name]
+        lines.append(rng.choice([f"{name} lives in {city}.", f"{name} is the {job}.", f"{name} wears {color}."]))
     return " ".join(lines)
 
 
@@ -151,7 +151,7 @@ def write_record(rng: random.Random) -> str:
     name, city, job = rng.choice(NAMES), rng.choice(CITIES), rng.choice(JOBS)
     day, place, animal, count = rng.choice(DAYS), rng.choice(PLACES), rng.choice(ANIMALS), rng.randint(2, 60)
     names, clock = rng.sample(NAMES, rng.choice([1, 2, 3])), rng.choice(CLOCK_TIMES)
-    (event, later_event), colour = rng.sample(EVENTS, 2), rng.choice(COLOURS)
+    (event, later_event), color = rng.sample(EVENTS, 2), rng.choice(COLORS)
     fruits = rng.sample(FRUITS, rng.choice([1, 2]))
     record, caption = rng.choice(
         [
@@ -161,13 +161,13 @@ def write_record(rng: random.Random) -> str:
                 f"On {day} somebody counted {count} of them in the {place}, each a {animal}.",
             ),
             (
-                {"guests": names, "table": colour, "chairs": len(names)},
+                {"guests": names, "table": color, "chairs": len(names)},
                 f"{join_words(names)} sat at the table.",
             ),
             ({"place": place, "opens": write_time(*clock)}, f"The {place} opens at {say_time(*clock)}."),
             ({"owner": name, "pet": None}, f"{name} has no pet."),
             ({"owner": name, "pet": animal}, f"{name} has a {animal}."),
-            ({"cake": colour, "with": fruits}, f"{name} made a {colour} cake with {join_words(fruits)}."),
+            ({"cake": color, "with": fruits}, f"{name} made a {color} cake with {join_words(fruits)}."),
             (
                 {"event": event, "tickets": count, "left": rng.choice([None, count])},
                 f"There were {count} tickets for the {event}.",
@@ -183,7 +183,7 @@ def write_record(rng: random.Random) -> str:
 
 def write_list(rng: random.Random) -> str:
     """A few words of all sorts: said again and again, or once in English and once in JSON. It teaches to copy."""
-    things = [*DAYS, *EVENTS, *PLACES, *JOBS, *CITIES, *ANIMALS, *FRUITS, *COLOURS]
+    things = [*DAYS, *EVENTS, *PLACES, *JOBS, *CITIES, *ANIMALS, *FRUITS, *COLORS]
     words = rng.sample(rng.choice([NAMES, NAMES + things]), rng.randint(2, 6))
     said, written = " ".join(words), json.dumps(words)
     chant = "Say: " + " ".join([said] * (24 // len(words))) + "."

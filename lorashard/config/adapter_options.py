@@ -79,12 +79,12 @@ class AdapterOptions(QuantizationOptions):
         for option in ("use_dora", "lora_target_parameters"):
             if getattr(self, option):
                 raise ConfigError(
-                    f"{option}: LoftQ initialises plain LoRA of linear layers alone: leave it or init_lora_weights out"
+                    f"{option}: LoftQ initializes plain LoRA of linear layers alone: leave it or init_lora_weights out"
                 )
         expected = self.lora_r**0.5 if self.use_rslora else self.lora_r
         if self.lora_alpha != expected:  # PEFT's LoftQ does not divide by the scale: it would add to what is lost
             raise ConfigError(
-                "lora_alpha: init_lora_weights 'loftq' makes up for what quantising has lost only where the adapter's "
+                "lora_alpha: init_lora_weights 'loftq' makes up for what quantizing has lost only where the adapter's "
                 f"scale is 1, so expected {expected:g} with lora_r {self.lora_r}"
                 f"{' and use_rslora' if self.use_rslora else ''}, found {self.lora_alpha}"
             )

@@ -35,7 +35,7 @@ _HELP_GROUPS = {
         "on_nonfinite",
     ),
     "Where the base rests": (),  # all of PlacementOptions
-    "A quantised base": (),  # all of QuantizationOptions
+    "A quantized base": (),  # all of QuantizationOptions
     "The base and the ranks": (),  # all of BaseOptions
     "Chat": ("chat_template_path", "eos_token"),
     "Evaluation": ("early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
@@ -66,7 +66,7 @@ def group_options() -> dict[str, tuple[str, ...]]:
     is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
     return _HELP_GROUPS | {
         "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
-        "A quantised base": tuple(QuantizationOptions.model_fields),
+        "A quantized base": tuple(QuantizationOptions.model_fields),
         "The base and the ranks": tuple(BaseOptions.model_fields),
         "Data": tuple(name for name in data if is_shared[name]),
         "Data of sft": tuple(name for name in data if not is_shared[name]),

@@ -1,4 +1,4 @@
-"""Which of PEFT's initialisations rewrite the base, and which of them a derived base can be made for. No torch."""
+"""Which of PEFT's initializations rewrite the base, and which of them a derived base can be made for. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REWRITING = ("pissa", "olora", "corda", "lora_ga")
 
 
 def is_derived(init_lora_weights: object) -> bool:
-    """Tell whether an initialisation rewrites the base in a way that `lorashard.load` makes a base of its own for."""
+    """Tell whether an initialization rewrites the base in a way that `lorashard.load` makes a base of its own for."""
     return re.fullmatch(r"pissa(_niter_\d+)?|olora", str(init_lora_weights)) is not None
 
 
@@ -32,13 +32,13 @@ def explain_rewriting(
     """Return why an `init_lora_weights` cannot be had on a base that is read-only, or None where it can.
 
     Args:
-        quantization: the format that the base is quantised to while it is read, if any.
+        quantization: the format that the base is quantized to while it is read, if any.
         is_new: the adapter is made with the model, by `load` or `finetune`, which can derive a base for it first.
     """
     wanted = str(init_lora_weights).lower()
     if wanted == "loftq" and quantization != "nf4":
         return (
-            "init_lora_weights: 'loftq' makes up for what 4 bits lose, from weights that are not quantised yet: "
+            "init_lora_weights: 'loftq' makes up for what 4 bits lose, from weights that are not quantized yet: "
             f"expected a new adapter and quantization: nf4 with it, found quantization: {quantization or 'none'}"
         )
     if not wanted.startswith(_REWRITING) or (is_new and is_derived(init_lora_weights)):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Supervised fine-tuning alone is tokenised here, before the ranks form a group; these options say how.
+# Supervised fine-tuning alone is tokenized here, before the ranks form a group; these options say how.
 _SFT_DATA = frozenset(
     {
         "dataset_text_field",
@@ -30,7 +30,7 @@ _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 _WHOLE_WEIGHTS = (
     "it generates from a copy of the whole weights, and the base rests sharded: transformers generates here"
 )
-_PEFT_REFERENCE = "with PEFT the reference is an adapter as it was at first, and TRL has no model to synchronise"
+_PEFT_REFERENCE = "with PEFT the reference is an adapter as it was at first, and TRL has no model to synchronize"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Method:
 
     @property
     def is_prepared_here(self) -> bool:
-        """Whether lorashard tokenises the rows, rather than the trainer."""
+        """Whether lorashard tokenizes the rows, rather than the trainer."""
         return not self.formats
 
     def has_metric(self, name: str) -> bool:

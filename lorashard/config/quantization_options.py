@@ -18,8 +18,8 @@ class Quantization:
 
     Attributes:
         format: of the linear weights of decoder layers, and of experts.
-        double_quant: whether the scales of nf4 are quantised too.
-        has_vocabulary: whether the embedding and the LM head are quantised as well.
+        double_quant: whether the scales of nf4 are quantized too.
+        has_vocabulary: whether the embedding and the LM head are quantized as well.
     """
 
     format: Format
@@ -47,11 +47,11 @@ class QuantizationOptions(BaseModel):
     load_in_8bit: bool = False
     """The same as `quantization: int8`."""
     bnb_4bit_use_double_quant: bool = False
-    """With nf4, quantise the scales too: 0.37 bits less for each weight."""
+    """With nf4, quantize the scales too: 0.37 bits less for each weight."""
     include_input_output_embeddings: bool = False
-    """Quantise the embedding and the LM head as well."""
+    """Quantize the embedding and the LM head as well."""
     cache_quantized: bool = False
-    """Keep the quantised base on the disk, in `$HF_HOME/lorashard/converted`, and read it from there the next time; one
+    """Keep the quantized base on the disk, in `$HF_HOME/lorashard/converted`, and read it from there the next time; one
     that is there is read in any case."""
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class QuantizationOptions(BaseModel):
         return self
 
     def resolve_quantization(self) -> Quantization | None:
-        """Return what is meant after the aliases have had their say; None for a base that is not quantised."""
+        """Return what is meant after the aliases have had their say; None for a base that is not quantized."""
         meant = {self.quantization} - {"none"}
         meant |= {"nf4"} if self.load_in_4bit else set()
         meant |= {"int8"} if self.load_in_8bit else set()
@@ -99,12 +99,12 @@ def read_quantization(quantization: str | Quantization | None) -> Quantization |
 
 
 def describe_quantization(quantization: Quantization | None) -> str:
-    """Say in a few words what a base is quantised to."""
+    """Say in a few words what a base is quantized to."""
     if quantization is None:
-        return "as it is, not quantised"
-    extras = " with double quantisation" if quantization.double_quant else ""
+        return "as it is, not quantized"
+    extras = " with double quantization" if quantization.double_quant else ""
     extras += ", embedding and LM head too" if quantization.has_vocabulary else ""
-    return f"quantised to {quantization.format}{extras}"
+    return f"quantized to {quantization.format}{extras}"
 
 
 def explain_compiling(quantization: Quantization | None) -> str | None:

@@ -194,7 +194,7 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
         if self.include_input_output_embeddings and self.trainer.get("use_liger_kernel"):
             raise ConfigError(
                 "include_input_output_embeddings: Liger's losses hand the LM head's weight to kernels of their own, "
-                "which was not tried with a quantised one: leave it or use_liger_kernel out"
+                "which was not tried with a quantized one: leave it or use_liger_kernel out"
             )
         return self
 

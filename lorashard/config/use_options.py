@@ -66,7 +66,7 @@ class UseOptions(PlacementOptions, BaseOptions, CommandOptions):
     base: str | None = None
     """The base's folder or hub id, if it is not where the adapter says."""
     quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
-    """What the base is quantised to. Not given: what it was when the adapter was trained."""
+    """What the base is quantized to. Not given: what it was when the adapter was trained."""
 
     def placement_options(self) -> dict[str, Any]:
         """Return the arguments of `load` that say where the base rests."""
@@ -88,17 +88,17 @@ class MergeOptions(BaseOptions, CommandOptions):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """What is computed in and written. `auto`, unlike in training: the dtype that the base is stored in."""
     quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
-    """What the base is quantised to before it is dequantised and merged. Not given: what it was when the adapter was
+    """What the base is quantized to before it is dequantized and merged. Not given: what it was when the adapter was
     trained; `none` merges into the original weights."""
     requantize: Literal["nf4", "int8"] | None = None
-    """Quantise what is merged, and write it as bitsandbytes does, for transformers to load. With nf4, scales are
-    quantised too if they were in training."""
+    """Quantize what is merged, and write it as bitsandbytes does, for transformers to load. With nf4, scales are
+    quantized too if they were in training."""
     max_shard_size: str = Field(default="5GB", pattern=r"^\d+ ?([KMGT]i?B)?$")
     """The largest file of weights: bytes, or such as 5GB or 500MB."""
     push_to_hub: str | None = None
     """Upload the merged model to this repo of the Hugging Face hub; it is made if it is not there."""
     hub_private_repo: bool | None = None
-    """Whether a repo that is made is private; not given: as your account or organisation has it."""
+    """Whether a repo that is made is private; not given: as your account or organization has it."""
 
 
 class GenerateOptions(UseOptions):
@@ -235,7 +235,7 @@ class EvalOptions(UseOptions):
     """The configuration (subset) of a hub dataset."""
     dataset_split: str = "test"
     """The split to measure on, for a folder or a hub dataset; a single file is taken whole. Not `train`, as in
-    training: rows that the adapter has learnt would flatter it."""
+    training: rows that the adapter has learned would flatter it."""
     dataset_revision: str | None = None
     """The commit, branch or tag of a hub dataset."""
     dataset_text_field: str = "text"
@@ -284,7 +284,7 @@ class VerifyOptions(UseOptions):
     """A merged model, whose logits are to be those of the adapter on its base."""
     model_name_or_path: str | None = None
     """Compare every adapter gradient of this model, sharded, with those of the model as a whole; with `quantization`,
-    of the model as a whole with dequantised weights."""
+    of the model as a whole with dequantized weights."""
     dataset: str | None = None
     """Rows to compare logits on; not given: those of the run, if they are still there, else made-up ones."""
     num_rows: int = Field(default=4, ge=1)

@@ -131,7 +131,7 @@ class ChatWriter:
             before = self.write(messages[:index], tools, template_kwargs, add_generation_prompt=True)
             start = self._measure_shared(before, text)
             if start < len(before):
-                # What was left out must not be the assistant's header, or that would be learnt as its speech.
+                # What was left out must not be the assistant's header, or that would be supervised as its speech.
                 closed = self.write(messages[:index], tools, template_kwargs)
                 if start <= self._measure_shared(closed, text):
                     raise UnstableTemplateError(f"message {index + 1}")

@@ -3,8 +3,8 @@
 Where TRL would be silent, this is not:
 
 - a row with nothing to learn, also once it is cut, is a bad row; TRL drops it, or keeps it if rows are packed;
-- where a template's {% generation %} markers leave out the token that ends the assistant's turn, it is learnt all the
-  same, so that the model learns to stop; TRL warns;
+- where a template's {% generation %} markers leave out the token that ends the assistant's turn, it is supervised all
+  the same, so that the model learns to stop; TRL warns;
 - assistant turns are also found where TRL knows no template with markers and refuses (see `chat`).
 """
 
@@ -29,7 +29,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A row as the model sees it, cut to `max_length`; labels are `IGNORED_LABEL` where nothing is learnt."""
+    """A row as the model sees it, cut to `max_length`; labels are `IGNORED_LABEL` where nothing is learned."""
 
     input_ids: list[int]
     labels: list[int]
@@ -50,7 +50,7 @@ class _Written:
 
 
 class RowEncoder:
-    """Encodes rows of one format with one tokenizer; `mask_method` says what is learnt."""
+    """Encodes rows of one format with one tokenizer; `mask_method` says what is supervised."""
 
     def __init__(
         self, data_format: DataFormat, options: DataOptions, tokenizer: PreTrainedTokenizerBase, packing: bool
@@ -73,15 +73,15 @@ class RowEncoder:
         if cuts and options.max_length:
             self._kept = slice(options.max_length) if start else slice(-options.max_length, None)
         # No token predicts the first one of a sequence; wrapped packing does not begin a sequence with each row.
-        self._first_learnt = 0 if packing and options.packing_strategy == "wrapped" else 1
+        self._first_supervised = 0 if packing and options.packing_strategy == "wrapped" else 1
 
     @property
     def mask_method(self) -> str:
-        """What is learnt of a row, and how that is found."""
-        learnt = ["completion"] if self._learns_completion else []
+        """What is supervised of a row, and how that is found."""
+        supervised = ["completion"] if self._learns_completion else []
         if self._chat and self._learns_assistant:
-            learnt.append(f"assistant turns ({self._chat.method})")
-        return " and ".join(learnt) or "every token"
+            supervised.append(f"assistant turns ({self._chat.method})")
+        return " and ".join(supervised) or "every token"
 
     def encode(self, rows: Sequence[Row]) -> list[Encoding | BadRow]:
         """Encode rows together, which keeps a fast tokenizer busy; a row that cannot be trained on becomes a BadRow.
@@ -166,22 +166,22 @@ class RowEncoder:
             has_prompt_drift = prompt_length < len(prompt_ids)
             if self._learns_completion:
                 mask[:prompt_length] = [False] * prompt_length
-        labels = [token_id if learnt else IGNORED_LABEL for token_id, learnt in zip(input_ids, mask, strict=True)]
+        labels = [token_id if is_loss else IGNORED_LABEL for token_id, is_loss in zip(input_ids, mask, strict=True)]
 
         kept_labels = labels[self._kept]
-        if all(label == IGNORED_LABEL for label in kept_labels[self._first_learnt :]):
+        if all(label == IGNORED_LABEL for label in kept_labels[self._first_supervised :]):
             return self._refuse_unsupervised(labels)
         return Encoding(input_ids[self._kept], kept_labels, len(input_ids), has_prompt_drift, has_unended_turn)
 
     def _refuse_unsupervised(self, labels: list[int]) -> BadRow:
-        num_learnt = sum(label != IGNORED_LABEL for label in labels[self._first_learnt :])
-        detail = f"none of its {len(labels)} tokens is to be learnt ({self.mask_method})"
-        if num_learnt:
-            detail = f"max_length {self.max_length} cuts off all {num_learnt} tokens to learn of {len(labels)}"
-        return BadRow("nothing supervised", detail, tokens_before_cut=len(labels) if num_learnt else None)
+        num_supervised = sum(label != IGNORED_LABEL for label in labels[self._first_supervised :])
+        detail = f"none of its {len(labels)} tokens is to be supervised ({self.mask_method})"
+        if num_supervised:
+            detail = f"max_length {self.max_length} cuts off all {num_supervised} tokens to learn of {len(labels)}"
+        return BadRow("nothing supervised", detail, tokens_before_cut=len(labels) if num_supervised else None)
 
     def _include_stops(self, input_ids: list[int], mask: list[bool]) -> bool:
-        """Have the token that ends a turn learnt if the mask ends just before it; return whether a turn has none."""
+        """Supervise the token that ends a turn if the mask ends just before it; return whether a turn has none."""
         has_unended_turn = False
         position = 0
         while position < len(mask):
@@ -221,7 +221,7 @@ def encode_source(
     packing: bool,
     max_samples: int | None = None,
 ) -> tuple[RowEncoder, Iterator[tuple[str, Encoding | BadRow]]]:
-    """Recognise a source's format, and encode its rows one batch after the other.
+    """Recognize a source's format, and encode its rows one batch after the other.
 
     Returns:
         The encoder, and an iterator over every row's place and what became of it, in the source's order.

@@ -1,4 +1,4 @@
-"""What a row means: the recognised sets of columns, and how each becomes a text, a prompt with its completion, or a
+"""What a row means: the recognized sets of columns, and how each becomes a text, a prompt with its completion, or a
 conversation.
 
 | columns                                       | becomes                                                        |
@@ -46,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class DataFormat:
-    """A recognised set of columns: its name, its shape, and the function that makes an `Example` of a row."""
+    """A recognized set of columns: its name, its shape, and the function that makes an `Example` of a row."""
 
     name: str
     is_chat: bool
@@ -55,7 +55,7 @@ class DataFormat:
 
 
 def detect_format(rows: Sequence[dict[str, Any]], has_chat_template: bool, text_field: str = "text") -> DataFormat:
-    """Recognise the format by the columns of the first rows.
+    """Recognize the format by the columns of the first rows.
 
     Args:
         rows: The first rows; together, since one of them may lack a column.
@@ -63,7 +63,7 @@ def detect_format(rows: Sequence[dict[str, Any]], has_chat_template: bool, text_
         text_field: The column of a plain text dataset.
 
     Raises:
-        DataError: No recognised format has these columns, or they need a chat template and there is none.
+        DataError: No recognized format has these columns, or they need a chat template and there is none.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     images = sorted({"image", "images"} & set(columns))
@@ -73,7 +73,7 @@ def detect_format(rows: Sequence[dict[str, Any]], has_chat_template: bool, text_
     found = _match_format(rows, columns, has_chat_template, text_field)
     if found is None:
         raise DataError(
-            f"the dataset's columns are not recognised: found {', '.join(columns) or 'none'}; expected messages, "
+            f"the dataset's columns are not recognized: found {', '.join(columns) or 'none'}; expected messages, "
             "conversations, prompt + completion, instruction + output (+ input, system), question + answer, or "
             f"{text_field} (dataset_text_field names another column of plain text)"
         )
@@ -245,7 +245,7 @@ def _convert_message(item: Any, name: str) -> Message:
     if role not in ROLES:
         raise BadRow("unknown role", f"{name} has the role {role!r}, expected one of {', '.join(ROLES)}")
     if message.get("weight", 1) != 1:
-        raise BadRow("unsupported field", f"{name} has the weight {message['weight']!r}: every turn is learnt alike")
+        raise BadRow("unsupported field", f"{name} has weight {message['weight']!r}: every turn is supervised alike")
     if "content" in message:
         message["content"] = _convert_content(message["content"], name)
     if role == "assistant":

@@ -91,10 +91,10 @@ def prepare(
     method: Method = METHODS["sft"],
     progress: Progress | None = None,
 ) -> Prepared:
-    """Tokenise, label, cut, pack and shuffle a dataset, or find it done before.
+    """Tokenize, label, cut, pack and shuffle a dataset, or find it done before.
 
     Any number of processes may call this at once: one does the work, the others wait for it. Rows that the method's
-    trainer tokenises itself are checked, and written where the datasets library keeps what the trainer makes of them.
+    trainer tokenizes itself are checked, and written where the datasets library keeps what the trainer makes of them.
 
     Args:
         options: Which rows, and what to make of them.
@@ -105,7 +105,7 @@ def prepare(
             default rank 0 tells the person on stderr.
 
     Raises:
-        DataError: A dataset is missing, its columns are not recognised, or rows cannot be trained on.
+        DataError: A dataset is missing, its columns are not recognized, or rows cannot be trained on.
         ConfigError: The options do not suit the dataset or the tokenizer.
     """
     sources = _open_sources(options)
@@ -261,10 +261,10 @@ def _copy_split(
     max_samples = options.max_eval_samples if name == "eval" else options.max_train_samples
     has_chat_template = tokenizer.chat_template is not None
     found, rows = open_rows(source, method, has_chat_template, max_samples)
-    tokenised = f"TRL's {method.trainer_class} tokenises them"
+    tokenized = f"TRL's {method.trainer_class} tokenizes them"
     if method.name == "kto" and "chosen" in found.columns:
-        tokenised += ", after unpairing: it trains on 1000 chosen, then on their 1000 rejected, and so on"
-    report = DataReport(source.name, found.name, tokenised, found.is_chat, ignored_files=list(source.ignored))
+        tokenized += ", after unpairing: it trains on 1000 chosen, then on their 1000 rejected, and so on"
+    report = DataReport(source.name, found.name, tokenized, found.is_chat, ignored_files=list(source.ignored))
 
     def count() -> Iterator[dict[str, Any]]:
         for place, row in rows:

@@ -12,7 +12,7 @@ from ..config.data_options import DataOptions
 from .encode import IGNORED_LABEL, Encoding, encode_source
 from .sources import open_source
 
-_LEARNT_COLOR, _CONTEXT_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_SUPERVISED_COLOR, _CONTEXT_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _UNFINISHED_CHARACTER = "�"
 # Text from a dataset must not steer the terminal: control characters are shown as their pictures.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
@@ -20,7 +20,7 @@ _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code)
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """One row in plain values: its tokens as (text, whether it is learnt), or the problem that keeps it out."""
+    """One row in plain values: its tokens as (text, whether it is supervised), or the problem that keeps it out."""
 
     place: str
     format: str
@@ -36,7 +36,7 @@ def preview(options: DataOptions, tokenizer: PreTrainedTokenizerBase, num_rows: 
     """Encode the first rows of the training dataset as `prepare` would, before packing, bad rows included.
 
     Raises:
-        DataError: The dataset is missing, or its columns are not recognised.
+        DataError: The dataset is missing, or its columns are not recognized.
         ConfigError: The options do not suit the dataset or the tokenizer.
     """
     source = open_source(options.dataset, options.dataset_split, options.dataset_config, options.dataset_revision)
@@ -45,9 +45,9 @@ def preview(options: DataOptions, tokenizer: PreTrainedTokenizerBase, num_rows: 
     for place, result in results:
         context = (place, encoder.format.name, encoder.mask_method)
         if isinstance(result, Encoding):
-            learnt = [label != IGNORED_LABEL for label in result.labels]
-            tokens = list(zip(split_text(result.input_ids, tokenizer), learnt, strict=True))
-            rows.append(PreviewRow(*context, tokens, len(tokens), sum(learnt), result.num_tokens_before_cut, None))
+            supervised = [label != IGNORED_LABEL for label in result.labels]
+            tokens = list(zip(split_text(result.input_ids, tokenizer), supervised, strict=True))
+            rows.append(PreviewRow(*context, tokens, len(tokens), sum(supervised), result.num_tokens_before_cut, None))
         else:
             rows.append(PreviewRow(*context, [], 0, 0, 0, f"{result.reason}: {result.detail}"))
     return rows
@@ -78,7 +78,7 @@ def render_preview(rows: Iterable[PreviewRow], color: bool = False) -> str:
 
     Args:
         rows: From `preview`.
-        color: Show what is learnt in green and the rest dimmed; if not, what is learnt stands between ⟦ and ⟧.
+        color: Show what is supervised in green and the rest dimmed; if not, what is supervised stands between ⟦ and ⟧.
     """
     return "\n\n".join(_render_row(row, color) for row in rows)
 
@@ -88,14 +88,14 @@ def _render_row(row: PreviewRow, color: bool) -> str:
     if row.problem is not None:
         return _defuse(f"{title}cannot be trained on: {row.problem}")
     cut = f", cut from {row.num_tokens_before_cut}" if row.num_tokens < row.num_tokens_before_cut else ""
-    title += f"{row.num_tokens} tokens{cut}, {row.num_supervised_tokens} learnt: {row.mask_method}"
+    title += f"{row.num_tokens} tokens{cut}, {row.num_supervised_tokens} supervised: {row.mask_method}"
     body = ""
-    for is_learnt, tokens in groupby(row.tokens, key=lambda token: token[1]):
+    for is_supervised, tokens in groupby(row.tokens, key=lambda token: token[1]):
         text = _defuse("".join(piece for piece, _ in tokens))
         if color:
-            body += f"{_LEARNT_COLOR if is_learnt else _CONTEXT_COLOR}{text}{_NO_COLOR}"
+            body += f"{_SUPERVISED_COLOR if is_supervised else _CONTEXT_COLOR}{text}{_NO_COLOR}"
         else:
-            body += f"⟦{text}⟧" if is_learnt else text
+            body += f"⟦{text}⟧" if is_supervised else text
     return f"{_defuse(title)}\n{body}"
 
 

@@ -24,7 +24,7 @@ class DataReport:
     """What was found in one dataset; `rows_read` is `rows_kept` plus all that `rows_skipped` counts.
 
     Tokens are counted as they are trained on: after rows were cut to `max_length`, without padding. Where TRL's trainer
-    tokenises the rows there are none to count, but for the longest prompt of a method that answers prompts.
+    tokenizes the rows there are none to count, but for the longest prompt of a method that answers prompts.
     """
 
     dataset: str
@@ -39,7 +39,7 @@ class DataReport:
     num_supervised_tokens: int = 0
     longest_tokens: int = 0
     num_cut_off: int = 0
-    """Rows left out because `max_length` cuts off all that is to be learnt of them."""
+    """Rows left out because `max_length` cuts off all that is to be supervised of them."""
     longest_cut_off_tokens: int = 0
     """The longest of these, before it is cut."""
     num_truncated: int = 0
@@ -104,7 +104,7 @@ class DataReport:
         )
 
     def summary(self) -> str:
-        """Return one line: how many rows and tokens, the format found, and what is learnt."""
+        """Return one line: how many rows and tokens, the format found, and what is supervised."""
         skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
         if not self.num_tokens:
             return f"{self.rows_kept} rows{skipped}; {self.format}; {self.mask_method}"
@@ -112,5 +112,5 @@ class DataReport:
         packed = f" packed into {self.num_packed} sequences" if self.num_packed is not None else ""
         return (
             f"{self.rows_kept} rows{packed}{skipped}{cut}; {self.num_tokens} tokens, {self.num_supervised_tokens} "
-            f"learnt, the longest row {self.longest_tokens}; {self.format}, learning: {self.mask_method}"
+            f"supervised, the longest row {self.longest_tokens}; {self.format}, learning: {self.mask_method}"
         )

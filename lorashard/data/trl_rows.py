@@ -1,7 +1,7 @@
 """Rows in the formats that TRL's own trainers take: checked one by one, and handed on as they are.
 
 A column is a text, or a conversation: a list of messages with role and content. All columns of a dataset are of one
-kind. `label` is true or false, log-probabilities and margins are numbers. TRL formats, tokenises and cuts the rows.
+kind. `label` is true or false, log-probabilities and margins are numbers. TRL formats, tokenizes and cuts the rows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TrlFormat:
 def open_rows(
     source: Source, method: Method, has_chat_template: bool, max_samples: int | None
 ) -> tuple[TrlFormat, Iterator[tuple[str, dict[str, Any] | BadRow]]]:
-    """Recognise the columns by the first rows; return them, and every row with its place, checked.
+    """Recognize the columns by the first rows; return them, and every row with its place, checked.
 
     Raises:
         DataError: There are no rows, their columns are not those that the method takes, or they need a chat template.

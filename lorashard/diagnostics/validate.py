@@ -67,14 +67,14 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 
 
 def _describe_format(config: RunConfig) -> str | None:
-    """Return what the base is kept as, where it is stored or asked for quantised."""
+    """Return what the base is kept as, where it is stored or asked for quantized."""
     name = config.model_name_or_path
     values, _ = PreTrainedConfig.get_config_dict(name, revision=config.model_revision)
     stored = find_stored_format(values, name)
     quantization = settle_quantization(stored, config.resolve_quantization(), name)
     if stored is None:
         return describe_quantization(quantization) if quantization else None
-    kept = describe_quantization(quantization) if quantization else f"dequantised to {config.dtype} while it is read"
+    kept = describe_quantization(quantization) if quantization else f"dequantized to {config.dtype} while it is read"
     return f"stored as {stored.description}; {kept}"
 
 

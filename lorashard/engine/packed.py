@@ -1,7 +1,7 @@
 """A weight that rests in fewer bytes than it is computed with, and becomes numbers only inside of an operation.
 
 Note [Packed weights and autograd]
-    A module holds a `Packed` where an unquantised base has a parameter: true name, shape, dtype and device, and no
+    A module holds a `Packed` where an unquantized base has a parameter: true name, shape, dtype and device, and no
     storage of its own, only views of the slot that its bytes are in. torch's dispatcher calls it below autograd, so
     what autograd saves is the `Packed`, never the numbers: the saved-tensor hooks make a handle of it like of any
     other tensor in a slot, and backward unpacks it anew. The numbers exist in a workspace for the time of one
@@ -129,7 +129,7 @@ class PackedWeight:
 
 
 class Packed(StandIn):
-    """A quantised parameter, or a view of one; see [Packed weights and autograd].
+    """A quantized parameter, or a view of one; see [Packed weights and autograd].
 
     Memory: none; its numbers, for the time of an operation that reads them, in the workspace.
     """
@@ -165,7 +165,7 @@ class Packed(StandIn):
             if (twin := first.answer(func, kwargs)) is not None:
                 return twin
             if func is torch.ops.aten.set_.source_Tensor and first.is_same(args[1]):
-                return first  # torch's parametrisations set a parameter to itself
+                return first  # torch's parametrizations set a parameter to itself
             if func is torch.ops.aten.t.default and first.dim() == 2:  # a Linear's, spared the detour below
                 size, stride = first.shape[::-1], first.stride()[::-1]
                 return cls._make(first.weight, (*first.views, View(func, ())), size, stride)
@@ -226,14 +226,14 @@ class Packed(StandIn):
     def refusal(self, what: str) -> ShardError:
         weight = self.weight
         return ShardError(
-            f"base weight '{weight.name}' is quantised ({weight.packing.name}) and was {what}: it is read-only. Save "
+            f"base weight '{weight.name}' is quantized ({weight.packing.name}) and was {what}: it is read-only. Save "
             "adapters with save_pretrained; merge a saved one with `lorashard merge`; load with quantization='none' "
             "to change the base"
         )
 
     def data_ptr(self) -> int:
         raise ShardError(
-            f"base weight '{self.weight.name}' is quantised ({self.weight.packing.name}) and has no address: a kernel "
+            f"base weight '{self.weight.name}' is quantized ({self.weight.packing.name}) and has no address: a kernel "
             "that reads memory by itself cannot read it. Switch that kernel off, or load with quantization='none'"
         )
 

@@ -17,7 +17,7 @@ class Placeholder(StandIn):
     So counts, `.to(device)`, `state_dict()` and the bookkeeping of PEFT and Trainer stay right, and nothing can
     mistake a sharded weight for zeros, NaN or stale bytes.
 
-    While `reader` is set, reading gets the numbers from there, one tensor at a time: some adapters are initialised
+    While `reader` is set, reading gets the numbers from there, one tensor at a time: some adapters are initialized
     from the base's weights before those are sharded.
 
     Memory: none.

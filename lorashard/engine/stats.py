@@ -21,7 +21,7 @@ class Stats:
         bytes_at_rest: bytes of the base that rest on this rank's device: shards, and what is resident.
         host_bytes_at_rest: bytes that rest in this rank's own host memory. Mapped files are nobody's own.
         wait_s: seconds that the computation waited for gathers.
-        workspace_bytes: what quantised weights are unpacked to, one at a time, as large as it had to be so far.
+        workspace_bytes: what quantized weights are unpacked to, one at a time, as large as it had to be so far.
     """
 
     num_gathers: int

@@ -48,7 +48,7 @@ class Values(Protocol):
 class FileValues:
     """The base's files, but for what the model has in memory with another value, or they have not.
 
-    Weights that were quantised in training have the numbers that they had there.
+    Weights that were quantized in training have the numbers that they had there.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FileValues:
 class EngineValues:
     """A sharded base in memory: units are gathered in order, and each kept by the rank that will merge it.
 
-    What is quantised there is unpacked.
+    What is quantized there is unpacked.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def write_companions(
         is_untied: the merged model's embedding and head are two weights where the base's were one.
         base: the folder of the base; without it the config is the model's.
         tokenizer: a folder whose tokenizer goes before the base's, if it has one.
-        quantization_config: what tells how the weights are quantised; None if they are not, whatever the base was.
+        quantization_config: what tells how the weights are quantized; None if they are not, whatever the base was.
     """
     has_own = tokenizer is not None and (tokenizer / "tokenizer_config.json").is_file()
     if base is None:

@@ -55,10 +55,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DerivedBase:
-    """A base that an adapter's initialisation has left.
+    """A base that an adapter's initialization has left.
 
     Attributes:
-        lora: the adapter's config, with an initialisation that leaves the base alone.
+        lora: the adapter's config, with an initialization that leaves the base alone.
         initial_adapter: the folder of the adapter as it is at first.
     """
 
@@ -92,7 +92,7 @@ def derive(
         progress: told on the rank that makes it how many weights are rewritten, of how many; by default the person is.
 
     Raises:
-        ConfigError: the initialisation cannot be had on these modules, or on a base that is stored quantised.
+        ConfigError: the initialization cannot be had on these modules, or on a base that is stored quantized.
         CheckpointError: files are missing or damaged, there is no room for the copy, or machines made different ones.
 
     Ranks: collective over all ranks. Of the processes on a machine the first to come makes it, the others wait.
@@ -162,8 +162,8 @@ class _Derivation:
         if self.weights.stored_format is not None:
             raise ConfigError(
                 f"init_lora_weights: '{lora.init_lora_weights}' decomposes the weights themselves, and those in "
-                f"{self._base} are stored in {self.weights.stored_format.description}: give the unquantised model; "
-                "what is left of it can be quantised while it is read"
+                f"{self._base} are stored in {self.weights.stored_format.description}: give the unquantized model; "
+                "what is left of it can be quantized while it is read"
             )
         with torch.random.fork_rng(devices=[]):
             probe = inject(plan(self._base, checkpoint)[0], without_rewriting(lora), low_cpu_mem_usage=True)
@@ -215,7 +215,7 @@ class _Derivation:
             raise CheckpointError(
                 f"init_lora_weights: '{self._lora.init_lora_weights}' has to keep a copy of the base of "
                 f"{show_bytes(self._file_plan.total_bytes)} in {folder.parent}, where {show_bytes(free_bytes)} are "
-                "free: make room, set HF_HOME to a folder with more, or choose another initialisation"
+                "free: make room, set HF_HOME to a folder with more, or choose another initialization"
             )
         _logger.warning("deriving %s of base once, into %s", show_bytes(self._file_plan.total_bytes), folder)
 
@@ -235,7 +235,7 @@ class _Derivation:
             sync(file)
 
     def _copy(self, writer: TensorWriter) -> None:
-        """Write what the initialisation leaves as it is, and first what it does not: that is written again."""
+        """Write what the initialization leaves as it is, and first what it does not: that is written again."""
         for name in self.weights.names:
             if name not in self._scalings and self._files.batches([name]):
                 for key, begin, value in self._files.spell({name: self.weights.read(name)}):
@@ -304,16 +304,16 @@ class _Rewritable(Placeholder):
 
 
 def find_rewritten(model: PeftModel) -> dict[str, LoraLayer]:
-    """Return the layers whose base weight an initialisation rewrites, by that weight's name in the base."""
+    """Return the layers whose base weight an initialization rewrites, by that weight's name in the base."""
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
     return {f"{to_base_name(path)}.weight": layer for path, layer in layers.items() if "default" in layer.r}
 
 
 def check_derivable(model: PeftModel, lora: LoraConfig) -> None:
-    """Refuse an adapter whose initialisation PEFT cannot do, or that would rewrite a weight twice.
+    """Refuse an adapter whose initialization PEFT cannot do, or that would rewrite a weight twice.
 
     Args:
-        model: with the adapter in its form, initialised in another way.
+        model: with the adapter in its form, initialized in another way.
 
     Raises:
         ConfigError: naming the option or the module.

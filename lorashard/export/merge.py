@@ -38,8 +38,8 @@ def merge(
     """Write an adapter merged into its base as a model of its own, a unit at a time.
 
     The weights equal those of PEFT's `merge_and_unload` on the same device, bit for bit, under the names that they have
-    in the base's files. An adapter of a quantised base is merged into its dequantised weights, and those without an
-    adapter are written dequantised too, so that the merged model is the trained one. Where an adapter changes one of
+    in the base's files. An adapter of a quantized base is merged into its dequantized weights, and those without an
+    adapter are written dequantized too, so that the merged model is the trained one. Where an adapter changes one of
     two tied weights they are untied, which a warning says.
 
     Args:
@@ -47,9 +47,9 @@ def merge(
         out: a folder that does not exist or is empty; it appears when it is complete.
         base: where the base is, if not where the adapter says; for a live model it is known.
         dtype: what is computed in and written; the default is the base's own, a live model's what it computes in.
-        quantization: what the base is quantised to first; not given: what it was in training; "none" merges into the
+        quantization: what the base is quantized to first; not given: what it was in training; "none" merges into the
             original weights.
-        requantize: quantise what is merged, `nf4` or `int8`, and write it as bitsandbytes does; transformers loads it.
+        requantize: quantize what is merged, `nf4` or `int8`, and write it as bitsandbytes does; transformers loads it.
         max_shard_size: of each file, in bytes or such as "5GB".
         advance: of an adapter that is saved: told how many units of how many are merged, as it goes.
 

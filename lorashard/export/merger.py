@@ -55,7 +55,7 @@ class MergeReport:
         num_files: files that hold weights.
         num_bytes: bytes of these files.
         is_untied: the embedding and the LM head are two weights where the base's were one.
-        num_dequantized: tensors of the model that have the numbers of the quantised base, not those of its files.
+        num_dequantized: tensors of the model that have the numbers of the quantized base, not those of its files.
     """
 
     out: Path
@@ -85,8 +85,8 @@ def merge_checkpoint(
     """Write the base in `base_folder` with a saved adapter merged into it, as a model of its own.
 
     The values are those of `from_pretrained(base, dtype=dtype)`, PEFT's `from_pretrained` and `merge_and_unload` on the
-    same device, bit for bit; the keys are those of the base's files. Of a quantised base, they are those of its
-    dequantised weights.
+    same device, bit for bit; the keys are those of the base's files. Of a quantized base, they are those of its
+    dequantized weights.
 
     Args:
         adapter: the folder of a saved adapter.
@@ -94,9 +94,9 @@ def merge_checkpoint(
         dtype: what the arithmetic is done in and written; None takes the base's own.
         max_shard_size: of each file, in bytes or such as "5GB".
         device: where the arithmetic is done; the CPU by default.
-        quantization: what the base is quantised to before it is dequantised, and merged.
-        quantized_dtype: what it has before that and is dequantised to; None takes `dtype`.
-        requantize: what the merged weights are quantised to; bitsandbytes' formats alone.
+        quantization: what the base is quantized to before it is dequantized, and merged.
+        quantized_dtype: what it has before that and is dequantized to; None takes `dtype`.
+        requantize: what the merged weights are quantized to; bitsandbytes' formats alone.
         advance: told how many units of how many are merged, now and then.
 
     Raises:
@@ -152,7 +152,7 @@ def merge_live(
         model: from `lorashard.load` or `load_adapter`, whose base is read from its files again, or from
             `lorashard.shard`, whose units are gathered one after another.
         dtype: None takes the model's.
-        is_dequantized: of a quantised base, merge into its dequantised weights and not into those of its files.
+        is_dequantized: of a quantized base, merge into its dequantized weights and not into those of its files.
         requantize: as for `merge_checkpoint`.
 
     Raises:
@@ -180,8 +180,8 @@ def merge_live(
     if loaded is None:
         if not is_dequantized and any(w.packing is not None for unit in engine.units for w in unit.weights):
             raise ConfigError(
-                "quantization: none: this base was quantised in memory by lorashard.shard, and its original weights "
-                "are gone; leave quantization out, to merge into the dequantised weights"
+                "quantization: none: this base was quantized in memory by lorashard.shard, and its original weights "
+                "are gone; leave quantization out, to merge into the dequantized weights"
             )
         with init_empty_weights(include_buffers=False):
             skeleton = type(live)._from_config(live.config, dtype=dtype)
@@ -275,10 +275,10 @@ class _Merge:
             formats = {quantizer.name for quantizer in self._quantized.quantizers.values()}
             original = "; quantization: none merges into the original weights"
             _logger.warning(
-                "merging into the dequantised base: %d weights, with an adapter or not, are written as the "
-                "numbers that their quantised form stands for%s",
+                "merging into the dequantized base: %d weights, with an adapter or not, are written as the "
+                "numbers that their quantized form stands for%s",
                 len(self._dequantized),
-                f", quantised to {' and '.join(formats)}{original}" if formats else "",
+                f", quantized to {' and '.join(formats)}{original}" if formats else "",
             )
         with publish(out, plan.total_bytes) as folder, TensorWriter(folder, plan) as writer:
             together(lambda: writer.create(), on_rank=0)
@@ -435,7 +435,7 @@ def _find_quantized(
     stored = weights.stored_format
     settled = settle_quantization(stored, quantization, skeleton.config.name_or_path)
     if stored is not None and stored.quantization is not None:
-        return QuantizedBase()  # its files are quantised, and read dequantised
+        return QuantizedBase()  # its files are quantized, and read dequantized
     return QuantizedBase(find_tied_quantizers(skeleton, settled, base.ties), dtypes)
 
 

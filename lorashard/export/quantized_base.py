@@ -1,4 +1,4 @@
-"""The numbers that an adapter of a quantised base was trained on: quantised, and unpacked again."""
+"""The numbers that an adapter of a quantized base was trained on: quantized, and unpacked again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..quantization.format import Quantizer
 
 @dataclass(frozen=True)
 class QuantizedBase:
-    """Which of a base's weights were quantised, by name.
+    """Which of a base's weights were quantized, by name.
 
     Attributes:
-        dtypes: for a dtype of the merged model, the one of training: what numbers have before they are quantised, and
+        dtypes: for a dtype of the merged model, the one of training: what numbers have before they are quantized, and
             when they are computed with.
     """
 
@@ -28,7 +28,7 @@ class QuantizedBase:
     def restore(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return the numbers that training computed with, in the dtype of `value`; others are returned as they are.
 
-        Memory: the quantised weight, and what its format takes for a piece of it.
+        Memory: the quantized weight, and what its format takes for a piece of it.
         """
         quantizer = self.quantizers.get(name)
         if quantizer is None:
@@ -55,7 +55,7 @@ def find_tied_quantizers(
 
 
 def dequantize_model(model: PreTrainedModel, quantization: Quantization | None) -> None:
-    """Give a plain model, in place, the numbers that its weights have once they are quantised and unpacked again."""
+    """Give a plain model, in place, the numbers that its weights have once they are quantized and unpacked again."""
     quantized = QuantizedBase(find_quantizers(model, quantization))
     for name in quantized.quantizers:
         parameter = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""Merged weights quantised again, stored as bitsandbytes stores them and transformers loads them."""
+"""Merged weights quantized again, stored as bitsandbytes stores them and transformers loads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATE_BYTES = 512
 
 @dataclass(frozen=True)
 class Requantized:
-    """Which weights of a merged model are stored quantised.
+    """Which weights of a merged model are stored quantized.
 
     Attributes:
         quantizers: their formats, by name.
@@ -62,9 +62,9 @@ class Requantized:
 
 
 def choose_requantization(trained_on: Quantization | None, asked: str | Quantization | None) -> Quantization | None:
-    """Return what merged weights are to be quantised to.
+    """Return what merged weights are to be quantized to.
 
-    The name of the format that the adapter was trained in means that format with double quantisation as it was then.
+    The name of the format that the adapter was trained in means that format with double quantization as it was then.
 
     Raises:
         ConfigError: there is no such format.
@@ -75,7 +75,7 @@ def choose_requantization(trained_on: Quantization | None, asked: str | Quantiza
 
 
 def find_requantized(skeleton: PreTrainedModel, quantization: Quantization | None) -> Requantized | None:
-    """Return which weights of a merged model are quantised.
+    """Return which weights of a merged model are quantized.
 
     Args:
         skeleton: without adapters.
@@ -91,7 +91,7 @@ def find_requantized(skeleton: PreTrainedModel, quantization: Quantization | Non
             "a scale for each row; leave requantize out, or give nf4 or int8"
         )
     if quantization.has_vocabulary:
-        raise ConfigError("requantize: transformers quantises no embedding with bitsandbytes; leave has_vocabulary out")
+        raise ConfigError("requantize: transformers quantizes no embedding with bitsandbytes; leave has_vocabulary out")
     quantizers = find_quantizers(skeleton, quantization)
     modules = dict(skeleton.named_modules())
     for name in quantizers:
@@ -106,7 +106,7 @@ def find_requantized(skeleton: PreTrainedModel, quantization: Quantization | Non
 
 
 class QuantizedSpelling:
-    """Another spelling, some of whose tensors are stored as what they are quantised to."""
+    """Another spelling, some of whose tensors are stored as what they are quantized to."""
 
     def __init__(self, plain: Spelling, requantized: Requantized, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plan the stored tensors.

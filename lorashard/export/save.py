@@ -28,7 +28,7 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
 
     All of it is on the disk before any of it is in `folder`, where the adapter's config comes last: without that, a
     folder is no adapter's. TRL's copy of the adapter as it was at first, its reference, is of no use to anybody
-    afterwards.
+    afterward.
 
     Raises:
         CheckpointError: the disk does not take it.
@@ -78,7 +78,7 @@ def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> st
         input_ids: [rows, tokens], on the model's device; the same on all ranks.
 
     Raises:
-        CheckpointError: the files differ from the model, carry a wrapper's prefix, or the adapter has learnt nothing.
+        CheckpointError: the files differ from the model, carry a wrapper's prefix, or the adapter has learned nothing.
 
     Ranks: collective over all ranks where the base is sharded.
     Memory: a second adapter, for a moment.
@@ -112,8 +112,8 @@ def _check_keys(saved: dict[str, torch.Tensor], folder: Path) -> None:
     lora_b = find_lora_b(saved)
     if lora_b and not any(tensor.any() for tensor in lora_b.values()):
         raise CheckpointError(
-            f"{folder}: the adapter has learnt nothing: lora_B is zero in all of its {len(lora_b)} layers; look at the "
-            "learning rate, its warm-up, and whether any token is supervised; in grpo, whether the rewards of the "
+            f"{folder}: the adapter has learned nothing: lora_B is zero in all of its {len(lora_b)} layers; look at "
+            "the learning rate, its warm-up, and whether any token is supervised; in grpo, whether the rewards of the "
             "answers to a prompt differ"
         )
 

@@ -1,4 +1,4 @@
-"""How a model's tensors are spelt in a checkpoint: keys, and which elements of which stored tensor each one fills."""
+"""How a model's tensors are spelled in a checkpoint: keys, and which elements of which stored tensor each one fills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Spelling(Protocol):
         ...
 
     def batches(self, names: Sequence[str]) -> list[list[str]]:
-        """Return the model tensors among `names` that are stored, in groups that must be spelt together."""
+        """Return the model tensors among `names` that are stored, in groups that must be spelled together."""
         ...
 
     def spell(self, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
@@ -44,7 +44,7 @@ class Spelling(Protocol):
 class OriginalSpelling:
     """As the base's own files have it: the same keys and tensors, whatever transformers makes of them.
 
-    What is quantised there has the keys and tensors that it had before.
+    What is quantized there has the keys and tensors that it had before.
     """
 
     def __init__(

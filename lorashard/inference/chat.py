@@ -100,19 +100,19 @@ class _Speaker:
             return
         self._num_answers += 1
         is_kept = ask.conversations is None and self._tokenizer.chat_template is not None
-        is_cancelled = False
+        is_canceled = False
         for source, (messages, token_ids) in prompts.items():
             begin_s = time.perf_counter()
             if listener is not None:
                 listener.begin(source)
             new: list[int] = []
-            if not is_cancelled:
-                new, is_cancelled = self._generate(ask, source, token_ids, listener)
+            if not is_canceled:
+                new, is_canceled = self._generate(ask, source, token_ids, listener)
             if listener is not None:
                 seconds = time.perf_counter() - begin_s
                 is_cut = len(new) == ask.options.max_new_tokens
-                listener.end(Answered(source, len(new), seconds, is_cut, is_cancelled))
-            if is_kept and (new or not is_cancelled):
+                listener.end(Answered(source, len(new), seconds, is_cut, is_canceled))
+            if is_kept and (new or not is_canceled):
                 content = self._tokenizer.decode(new, skip_special_tokens=True)
                 self._turns[self._name_turns(source)] = [*messages, {"role": "assistant", "content": content}]
 
@@ -134,12 +134,12 @@ class _Speaker:
     def _generate(
         self, ask: Ask, source: Source, token_ids: list[int], listener: Listener | None
     ) -> tuple[list[int], bool]:
-        """Return the new tokens, and whether they were cancelled before their end."""
+        """Return the new tokens, and whether they were canceled before their end."""
         generator = self._build_generator(ask.options)
         streamer = None
         if listener is not None:
             streamer = _Streamer(self._tokenizer, lambda text: listener.add(source, text), generator.stop_ids)
-        cancel = _Cancel(listener.is_cancelled if listener is not None else lambda: False, self.host_group)
+        cancel = _Cancel(listener.is_canceled if listener is not None else lambda: False, self.host_group)
         torch.manual_seed(ask.options.seed + self._num_answers if ask.seed is None else ask.seed)
         with (
             self._model.disable_adapter() if source == "base" else nullcontext(),

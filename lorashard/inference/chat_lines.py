@@ -52,7 +52,7 @@ class Answered:
     num_tokens: int
     seconds: float
     is_cut: bool
-    is_cancelled: bool
+    is_canceled: bool
 
 
 class Listener(Protocol):
@@ -64,7 +64,7 @@ class Listener(Protocol):
     def read(self, patience_s: float) -> Ask | None:
         """Return what is asked next, nothing if that is all in this time, None if no more is to come."""
 
-    def is_cancelled(self) -> bool:
+    def is_canceled(self) -> bool:
         """Tell, without waiting, whether the answer that is being made is wanted no more."""
 
     def begin(self, source: Source) -> None:
@@ -165,7 +165,7 @@ class _Person:
             return Ask("reset", self._options)
         return Ask("answer", self._options, _choose_sources(self._options), line.removesuffix("\n"))
 
-    def is_cancelled(self) -> bool:
+    def is_canceled(self) -> bool:
         return False  # Ctrl-C ends all
 
     def begin(self, source: Source) -> None:
@@ -223,7 +223,7 @@ class _Program:
         sources = tuple(request.sources or _choose_sources(self._options))
         return Ask("answer", options, sources, request.content, seed=given.get("seed"))
 
-    def is_cancelled(self) -> bool:
+    def is_canceled(self) -> bool:
         while line := self._terminal.read_line(0):  # at the input's end the answer is still wanted: it was a file
             if _is_cancel(line):
                 return True
@@ -244,7 +244,7 @@ class _Program:
             num_tokens=answered.num_tokens,
             seconds=round(answered.seconds, 3),
             is_cut=answered.is_cut,
-            is_cancelled=answered.is_cancelled,
+            is_canceled=answered.is_canceled,
         )
 
     def refuse(self, reason: str) -> None:

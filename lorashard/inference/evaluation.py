@@ -166,7 +166,7 @@ def prepare_questions(options: EvalOptions, prepared: Prepared, tokenizer: PreTr
     if options.exact_match and not questions:
         raise DataError(
             f"dataset {options.dataset!r}: exact_match needs prompts with completions, or conversations that the "
-            f"assistant ends, found {prepared.report.format} rows of which {prepared.report.mask_method} is learnt"
+            f"assistant ends, found {prepared.report.format} rows of which {prepared.report.mask_method} is supervised"
         )
     return questions
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-# What wrappers leave in keys that plain PEFT then fails to find, and silently initialises anew.
+# What wrappers leave in keys that plain PEFT then fails to find, and silently initializes anew.
 _WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.base_model.")
 
 

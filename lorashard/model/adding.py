@@ -30,7 +30,7 @@ def share_adapters(model: PeftModel, known: list[torch.Tensor] | None = None) ->
 def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
     """Let PEFT's `add_adapter`, `load_adapter` and `add_weighted_adapter` work on a sharded base, as on a whole one.
 
-    New weights equal rank 0's. Initialisations that read the base (DoRA, `modules_to_save`) gather what they read; one
+    New weights equal rank 0's. Initializations that read the base (DoRA, `modules_to_save`) gather what they read; one
     that would rewrite it raises ConfigError. What `unload` returns goes on being gathered; where
     nothing has to be, what it and `merge_and_unload` return is a plain model again.
 

@@ -37,10 +37,10 @@ def read_compile_options(
     Args:
         torch_compile: whether to compile, or arguments of torch.compile, such as `{"mode": ..., "backend": ...}`.
         device: what is compiled for.
-        quantization: what the base is quantised to.
+        quantization: what the base is quantized to.
 
     Raises:
-        ConfigError: torch refuses them, they need what is not there, or the base is quantised.
+        ConfigError: torch refuses them, they need what is not there, or the base is quantized.
     """
     if torch_compile is False:
         return None

@@ -22,7 +22,7 @@ from ..weights.fingerprint import BaseIdentity, find_cache_dir, hash_file
 from .sources import Source, fill_shard, plan_unit
 from .units import FoundUnit
 
-# Count up when the same files give other bytes than before: another way of quantising among them.
+# Count up when the same files give other bytes than before: another way of quantizing among them.
 _RECIPE_VERSION = 1
 _PIECE_BYTES = 16 * 2**20
 
@@ -55,7 +55,7 @@ class ConvertedUnits:
     """A folder with a file for each of some units: its buffer, unsharded.
 
     Its name is made of what the bytes are made of: the checkpoint's content, where each tensor sits, the formats and
-    the dtype of what is quantised, and the version of transformers, whose conversions decide. It is renamed when it is
+    the dtype of what is quantized, and the version of transformers, whose conversions decide. It is renamed when it is
     complete, so one that is there is whole. A tensor's place in a buffer does not depend on the number of shards, so a
     shard is a range of a file.
     """
@@ -118,7 +118,7 @@ class ConvertedUnits:
         """Write the files, if they are not there.
 
         Args:
-            device: where weights are quantised.
+            device: where weights are quantized.
             progress: told how many "units converted" there are, whichever process converts; by default the person is,
                 by that process.
 

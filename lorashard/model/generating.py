@@ -15,7 +15,7 @@ from ..errors import ConfigError
 
 # In these transformers' loops do not follow `synced_gpus`: they run a forward for each piece of the rank's own prompt,
 # go on adding tokens to answers that have ended, or never hear of it.
-_UNSYNCHRONISED = (
+_UNSYNCHRONIZED = (
     "prefill_chunk_size",
     "assistant_model",
     "assistant_early_exit",
@@ -48,7 +48,7 @@ def prepare_generation(model: nn.Module, engine: Engine) -> None:
 def _generate_together(base: GenerationMixin, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = args[1] if len(args) > 1 else kwargs.get("generation_config")
     configs = (given, base.generation_config)
-    for name in _UNSYNCHRONISED:
+    for name in _UNSYNCHRONIZED:
         values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
         if any(value is not None for value in values):
             raise ConfigError(

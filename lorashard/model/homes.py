@@ -74,7 +74,7 @@ def find_quantized(
     is_file: bool,
     progress: Progress | None = None,
 ) -> ConvertedUnits | None:
-    """Return the units that are quantised while they are read, as files, where these are there or are to be made.
+    """Return the units that are quantized while they are read, as files, where these are there or are to be made.
 
     Args:
         identity: of the checkpoint's files. Without it the files are looked for only if they are to be made: all of
@@ -86,7 +86,7 @@ def find_quantized(
     Raises:
         CheckpointError: there is no room for them.
 
-    Ranks: local; whether a rank reads these files or quantises for itself gives the same bytes.
+    Ranks: local; whether a rank reads these files or quantizes for itself gives the same bytes.
     """
     source = CheckpointSource(weights)
     is_made = is_asked_for or is_file
@@ -104,10 +104,10 @@ def find_quantized(
         converted.make(device, FOR_FILE if is_file else FOR_RESTARTS, progress)
     if converted.is_complete:
         _logger.info(
-            "the quantised base is read from %s (%.2f GiB%s)",
+            "the quantized base is read from %s (%.2f GiB%s)",
             converted.folder,
             converted.num_bytes / 2**30,
-            "; delete it to quantise anew" if was_there else "",
+            "; delete it to quantize anew" if was_there else "",
         )
     return converted if converted.is_complete else None
 

@@ -43,7 +43,7 @@ from ..weights.weights import BaseWeights
 from .adapters import base_test, check_coverage, inject
 from .embeddings import put_saved_embeddings
 from .homes import FileHomes, MakeHome, ShardedHomes, choose_resident, find_quantized
-from .loftq import check_loftq, initialise_loftq, is_loftq
+from .loftq import check_loftq, initialize_loftq, is_loftq
 from .quantizing import find_quantizers
 from .refusals import check_config, check_frozen
 from .saved import count_labels, restore
@@ -59,7 +59,7 @@ _AUTO_CLASSES = {
     TaskType.CAUSAL_LM: AutoModelForCausalLM,
     TaskType.SEQ_CLS: AutoModelForSequenceClassification,
 }
-# What PEFT may put on top of a checkpoint that was saved for another task: initialised, then trained.
+# What PEFT may put on top of a checkpoint that was saved for another task: initialized, then trained.
 NEW_HEADS = {TaskType.SEQ_CLS: ("score.", "classifier.")}
 UNUSED_HEADS = {TaskType.SEQ_CLS: ("lm_head.",)}
 
@@ -188,8 +188,8 @@ def load_sharded(
 
     Args:
         adapter: the folder of a saved adapter, whose config is `lora`, to go on with; without it a new one is made.
-        quantization: what the base is quantised to while it is read.
-        cache_quantized: keep what is quantised in files, and read those the next time.
+        quantization: what the base is quantized to while it is read.
+        cache_quantized: keep what is quantized in files, and read those the next time.
         is_identified: hash the files, once, so that adapters can tell their base.
         allow_unexpected: prefixes of stored keys for which the model need have no place.
         num_labels: of a new classifier; a saved one's head tells.
@@ -226,7 +226,7 @@ def load_sharded(
         quantization = settle_quantization(weights.stored_format, quantization, str(folder))
         is_stored_quantized = weights.stored_format is not None and weights.stored_format.quantization is not None
         check_loftq(lora, is_stored_quantized)
-        # Modules that a quantised checkpoint left as they are stay so.
+        # Modules that a quantized checkpoint left as they are stay so.
         own_parameters = set(own.values())
         quantizers = (
             {name: quantizer for name, quantizer in weights.stored_quantizers().items() if name not in own}
@@ -243,7 +243,7 @@ def load_sharded(
         if adapter is None:
             check_coverage(model, asked)
             if is_loftq(asked):
-                initialise_loftq(model, weights, quantizers.keys(), device)
+                initialize_loftq(model, weights, quantizers.keys(), device)
         structure = find_structure(model, base_test(model))
         for weight in (weight for unit in structure.units for weight in unit.weights):
             weight.quantizer = quantizers.get(weight.name)
@@ -288,7 +288,7 @@ def _counted(make_home: MakeHome, num_units: int, progress: Progress) -> MakeHom
 def read_quantized(
     skeleton: PreTrainedModel, quantizers: Mapping[str, Quantizer], source: CheckpointSource, device: torch.device
 ) -> None:
-    """Let who reads a weight that is to be quantised get the numbers that are computed with, not those in the files.
+    """Let who reads a weight that is to be quantized get the numbers that are computed with, not those in the files.
 
     Adapters that look at the base when they are made, such as DoRA and whole modules that train, begin from these.
     """

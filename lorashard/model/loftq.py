@@ -1,4 +1,4 @@
-"""LoftQ: a LoRA that begins as the best that its rank can do against what quantising the base has lost."""
+"""LoftQ: a LoRA that begins as the best that its rank can do against what quantizing the base has lost."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def make_lora(options: Mapping[str, Any]) -> LoraConfig:
 
 
 def without_loftq(config: PeftConfig) -> PeftConfig:
-    """Return a config for PEFT to make the adapter from, before `initialise_loftq`; others as they are.
+    """Return a config for PEFT to make the adapter from, before `initialize_loftq`; others as they are.
 
-    PEFT's own way, `init_lora_weights="loftq"`, writes the quantised weights into the base, as floats, and does so
-    again when the adapter is loaded. Its way for a base that is quantised, `replace_lora_weights_loftq`, leaves the
+    PEFT's own way, `init_lora_weights="loftq"`, writes the quantized weights into the base, as floats, and does so
+    again when the adapter is loaded. Its way for a base that is quantized, `replace_lora_weights_loftq`, leaves the
     base alone, and the adapter is saved as any other.
     """
     if not is_loftq(config):
@@ -50,7 +50,7 @@ def check_loftq(config: PeftConfig, is_stored_quantized: bool) -> None:
     """Refuse what LoftQ cannot do.
 
     Args:
-        is_stored_quantized: the files hold no weights but quantised ones.
+        is_stored_quantized: the files hold no weights but quantized ones.
 
     Raises:
         ConfigError: naming the option.
@@ -61,32 +61,32 @@ def check_loftq(config: PeftConfig, is_stored_quantized: bool) -> None:
     given = config.loftq_config if isinstance(config.loftq_config, dict) else vars(config.loftq_config)
     for option, only, reason in (
         ("loftq_bits", 4, "the base has the 4 bits of nf4"),
-        ("loftq_iter", 1, "more rounds quantise another base than the one in the files"),
+        ("loftq_iter", 1, "more rounds quantize another base than the one in the files"),
     ):
         if given.get(option, only) != only:
             raise ConfigError(f"loftq_config: expected {option}={only}, found {given[option]}: {reason}")
     if is_stored_quantized:
         raise ConfigError(
-            "init_lora_weights: 'loftq' compares weights before and after quantisation, and this checkpoint is stored "
-            "quantised: use the unquantised model, or init_lora_weights: true"
+            "init_lora_weights: 'loftq' compares weights before and after quantization, and this checkpoint is stored "
+            "quantized: use the unquantized model, or init_lora_weights: true"
         )
     for option in ("use_dora", "target_parameters"):
         if getattr(config, option, None):
-            raise ConfigError(f"{option}: LoftQ initialises plain LoRA of linear layers alone: leave one of them out")
+            raise ConfigError(f"{option}: LoftQ initializes plain LoRA of linear layers alone: leave one of them out")
 
 
 @torch.no_grad()
-def initialise_loftq(model: PeftModel, weights: BaseWeights, quantized: Set[str], device: torch.device) -> None:
-    """Give the LoRA of each quantised linear weight the A and B that PEFT's `replace_lora_weights_loftq` computes.
+def initialize_loftq(model: PeftModel, weights: BaseWeights, quantized: Set[str], device: torch.device) -> None:
+    """Give the LoRA of each quantized linear weight the A and B that PEFT's `replace_lora_weights_loftq` computes.
 
     Args:
         model: with placeholders for the base, whose readers give its numbers as they are computed with.
-        weights: the base before it is quantised, in the dtype that it is computed in.
-        quantized: the names of the weights that are quantised.
+        weights: the base before it is quantized, in the dtype that it is computed in.
+        quantized: the names of the weights that are quantized.
         device: where to compute.
 
     Raises:
-        ConfigError: no quantised weight has a LoRA, or a rank is larger than what it adapts.
+        ConfigError: no quantized weight has a LoRA, or a rank is larger than what it adapts.
 
     Memory: one weight, a few times in float32.
     """
@@ -110,12 +110,12 @@ def initialise_loftq(model: PeftModel, weights: BaseWeights, quantized: Set[str]
         count += 1
         if layer.scaling["default"] != 1 and count == 1:
             warnings.warn(
-                f"init_lora_weights: 'loftq' makes up for the quantisation where lora_alpha equals r; here {path} "
+                f"init_lora_weights: 'loftq' makes up for the quantization where lora_alpha equals r; here {path} "
                 f"scales it by {layer.scaling['default']:g}, as in PEFT",
                 stacklevel=2,
             )
     if not count:
         raise ConfigError(
-            "init_lora_weights: 'loftq' found no quantised weight with a LoRA: expected linear layers of the decoder "
+            "init_lora_weights: 'loftq' found no quantized weight with a LoRA: expected linear layers of the decoder "
             "in target_modules"
         )

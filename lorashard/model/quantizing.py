@@ -1,4 +1,4 @@
-"""Which weights of a base are quantised, and how a rank's part of one is quantised while it is read."""
+"""Which weights of a base are quantized, and how a rank's part of one is quantized while it is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..config.quantization_options import Quantization
 from ..quantization.format import Quantizer, make_quantizer
 from .units import LAYER, FoundWeight, Structure, find_structure
 
-# Numbers that are quantised at a time.
+# Numbers that are quantized at a time.
 PIECE_NUMEL = 4 * 2**20
 _SCALE_BYTES = 4  # float32
 # Where rows are shorter, their scales take what their numbers save; models clamp some such weights in place.
@@ -122,9 +122,9 @@ def quantize_parts(
     device: torch.device,
     piece_numel: int = PIECE_NUMEL,
 ) -> None:
-    """Quantise what a rank keeps of a weight, reading no more than the blocks that it needs for that.
+    """Quantize what a rank keeps of a weight, reading no more than the blocks that it needs for that.
 
-    A rank needs the blocks of the numbers that it keeps, and those whose scales it keeps; if the scales are quantised
+    A rank needs the blocks of the numbers that it keeps, and those whose scales it keeps; if the scales are quantized
     too, which takes their mean, and it keeps any of that, all blocks. Where a rank's bytes end inside of a block, as
     they may where a block is a row, both ranks read that block.
 
@@ -132,7 +132,7 @@ def quantize_parts(
         wanted: what is kept of which part.
         read: reads bytes [begin, end) of the weight as it is before into a uint8 tensor on the host.
         device: where to compute.
-        piece_numel: how many numbers to read and quantise at a time.
+        piece_numel: how many numbers to read and quantize at a time.
 
     Memory: `piece_numel` numbers at a time or one block if that is larger, and the scales of the weight.
     """

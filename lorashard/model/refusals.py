@@ -45,7 +45,7 @@ def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization
 
     Args:
         is_in_memory: the adapter is made already, and the base is what it has made of it.
-        quantization: what the base is to be quantised to, of an adapter that is made then or already in memory.
+        quantization: what the base is to be quantized to, of an adapter that is made then or already in memory.
 
     Raises:
         ConfigError: with the reason.
@@ -59,7 +59,7 @@ def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization
         if quantization is not None and getattr(config, "layer_replication", None):
             raise ConfigError(
                 "layer_replication: of a model in memory it is not known any more which shared weights are a layer's, "
-                "and to be quantised: give the checkpoint to lorashard.load with quantization=..."
+                "and to be quantized: give the checkpoint to lorashard.load with quantization=..."
             )
         return
     for option, reason in _OPTIONS.items():
@@ -116,21 +116,21 @@ def _trains(weight: Weight, is_resident: bool) -> bool:
 
 
 def check_unquantized(model: PeftModel, is_base: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse a model in memory whose base another library has quantised.
+    """Refuse a model in memory whose base another library has quantized.
 
     Raises:
         ConfigError: with what was found.
     """
     base = model.get_base_model()
     method = getattr(base, "quantization_method", None)  # transformers sets it
-    found = None if method is None else f"one that is quantised by {getattr(method, 'value', method)}"
+    found = None if method is None else f"one that is quantized by {getattr(method, 'value', method)}"
     for name, parameter in base.named_parameters():
         if found is None and is_base(parameter) and type(parameter) is not nn.Parameter:
             found = f"a {type(parameter).__name__} in {name}"
     if found is not None:
         raise ConfigError(
             f"expected a base of plain weights in memory, found {found}: give the checkpoint to lorashard.load with "
-            "quantization=..., or the unquantised model to lorashard.shard with it"
+            "quantization=..., or the unquantized model to lorashard.shard with it"
         )
 
 

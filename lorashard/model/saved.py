@@ -112,7 +112,7 @@ def find_base(folder: Path, config: PeftConfig, base: str | None, revision: str 
 
 
 def choose_quantization(folder: Path, asked: str | Quantization | None) -> Quantization | None:
-    """Return what the base of a saved adapter is to be quantised to: as it was trained, unless something is asked for.
+    """Return what the base of a saved adapter is to be quantized to: as it was trained, unless something is asked for.
 
     The name of the format that it was trained in means that format with all that was chosen then. Another one is
     warned of.

@@ -37,7 +37,7 @@ class LoadedBase:
     """The files that a base was loaded from.
 
     Attributes:
-        quantization: what it was quantised to; None if it was not.
+        quantization: what it was quantized to; None if it was not.
         origin: what it was derived from; None if it was not.
     """
 
@@ -145,7 +145,7 @@ def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
 
 
 def remember_base(model: PeftModel, base: LoadedBase) -> None:
-    """Let every adapter and state that `model` saves carry the hash of its base, and what it was quantised to."""
+    """Let every adapter and state that `model` saves carry the hash of its base, and what it was quantized to."""
     setattr(model, BASE_ATTRIBUTE, base)
     sign_state(model, base.identity, base.quantization)
     _sign_what_is_saved(model, base.identity, base.quantization)
@@ -154,7 +154,7 @@ def remember_base(model: PeftModel, base: LoadedBase) -> None:
 
 
 def remember_quantization(model: PeftModel, quantization: Quantization | None) -> None:
-    """Let every adapter that `model` saves tell what its base was quantised to, where its files are not known."""
+    """Let every adapter that `model` saves tell what its base was quantized to, where its files are not known."""
     if quantization is not None:
         _sign_what_is_saved(model, None, quantization)
 
@@ -183,7 +183,7 @@ def refuse_merging(model: nn.Module) -> None:
 def _refuse(name: str, *args: object, **kwargs: object) -> None:
     raise ConfigError(
         f"{name} would change the base in place (as TRL's use_vllm does, to hand vLLM the whole weights), but it is "
-        "sharded, quantised or read-only here: load with placement='replicate' and without quantization, or merge the "
+        "sharded, quantized or read-only here: load with placement='replicate' and without quantization, or merge the "
         "saved adapter; with TRL leave use_vllm off"
     )
 

@@ -25,7 +25,7 @@ class Source(Protocol):
         """Write bytes [begin_byte, end_byte) of a weight to `out`, uint8 on the host.
 
         Args:
-            part: of a weight that rests quantised where it comes from, which of its parts.
+            part: of a weight that rests quantized where it comes from, which of its parts.
         """
         ...
 
@@ -70,7 +70,7 @@ class CheckpointSource(MemorySource):
 
 
 def plan_unit(unit: FoundUnit, num_shards: int) -> Layout:
-    """Return where the weights of a unit, or the parts of those that are quantised, sit in its buffer."""
+    """Return where the weights of a unit, or the parts of those that are quantized, sit in its buffer."""
     parts = [
         (w.name if not p.name else f"{w.name}.{p.name}", p.dtype, p.shape) for w in unit.weights for p in w.parts()
     ]
@@ -88,16 +88,16 @@ def fill_shard(
 ) -> None:
     """Fill the shard of `rank`, reading nothing but what its bytes are made of.
 
-    That are these bytes themselves, or, of weights that are quantised while they are read, the blocks of its numbers
+    That are these bytes themselves, or, of weights that are quantized while they are read, the blocks of its numbers
     and of its scales. Shards are cut at multiples of 256 bytes, so no block of nf4 straddles; a row of int8 or fp8 may,
     and both ranks read it. Scales lie behind the numbers of their weight: a rank may have some of numbers that others
     keep, so all ranks together read a unit at most twice, and a row at each cut.
 
     Args:
-        device: where weights are quantised; the default is where the shard is.
-        piece_numel: how many numbers are quantised at a time.
+        device: where weights are quantized; the default is where the shard is.
+        piece_numel: how many numbers are quantized at a time.
 
-    Memory: on CUDA one weight's part on the host at a time; of a weight that is quantised while it is read, see
+    Memory: on CUDA one weight's part on the host at a time; of a weight that is quantized while it is read, see
         `quantize_parts`.
     """
     numbered = [(weight, number) for weight in unit.weights for number in range(len(weight.parts()))]
@@ -124,7 +124,7 @@ def fill_shard(
 
 
 def read_weight(weight: FoundWeight, source: Source, device: torch.device) -> torch.Tensor:
-    """Return the numbers that a weight is computed with: of one that is quantised, what its parts unpack to.
+    """Return the numbers that a weight is computed with: of one that is quantized, what its parts unpack to.
 
     Memory: the weight, and what it is read from.
     """

@@ -47,7 +47,7 @@ def sign_state(model: nn.Module, identity: BaseIdentity, quantization: Quantizat
     """Let `model.state_dict()` tell the base by a hash, 32 bytes, and `load_state_dict` refuse another base's state.
 
     So a key that is made from the state, such as TRL's for the reference's log-probabilities, tells bases apart too.
-    A base that is quantised otherwise is another base.
+    A base that is quantized otherwise is another base.
     """
     digest = identity.digest()
     if quantization is not None:
@@ -68,7 +68,7 @@ def _refuse(engine: Engine, model: nn.Module, state: dict[str, Any], prefix: str
     if own is not None and signature is not None and not torch.equal(signature.cpu(), own):
         raise CheckpointError(
             "expected the state of an adapter of this base, found one that was saved on another base (their weight "
-            "files differ, or what they are quantised to): load the model that it was saved on"
+            "files differ, or what they are quantized to): load the model that it was saved on"
         )
     found = [prefix + name for name in find_base_names(model, engine) if prefix + name in state]
     if found:

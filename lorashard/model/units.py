@@ -37,7 +37,7 @@ class FoundWeight:
     quantizer: Quantizer | None = None
 
     def parts(self) -> tuple[Part, ...]:
-        """Return the tensors that keep it: itself, or those of the format that it is quantised to."""
+        """Return the tensors that keep it: itself, or those of the format that it is quantized to."""
         if self.quantizer is None:
             return (Part("", self.parameter.dtype, tuple(self.parameter.shape)),)
         return self.quantizer.parts(self.parameter.shape)

@@ -20,7 +20,7 @@ class Activations:
         forward: work of each decoder layer.
         backward: of the backward of each, with the recomputation if there is any.
         rest: of everything else: embedding, head, loss.
-        workspace_bytes: what quantised weights are unpacked to, which is kept.
+        workspace_bytes: what quantized weights are unpacked to, which is kept.
     """
 
     saved_bytes: int

@@ -32,7 +32,7 @@ class BaseModel:
     """What is loaded: as in `lorashard.load`, of whose `quantization` nothing is left to choose here.
 
     Attributes:
-        stored: the format of files whose quantised bytes are kept as they are; `settle` finds it.
+        stored: the format of files whose quantized bytes are kept as they are; `settle` finds it.
     """
 
     model_name_or_path: str
@@ -58,17 +58,17 @@ class BaseModel:
         return model
 
     def settle(self) -> tuple[BaseModel, str | None]:
-        """Return this as it will be kept, which files that are quantised decide, and a sentence that says so of such.
+        """Return this as it will be kept, which files that are quantized decide, and a sentence that says so of such.
 
         Raises:
             CheckpointError: there is no config to be had, or its files are in a format that cannot be read.
-            ConfigError: the files are quantised already, to another format than is asked for.
+            ConfigError: the files are quantized already, to another format than is asked for.
         """
         stored = find_stored(self.model_name_or_path, self.revision)
         if stored is None:
             return self, None
         quantization = settle_quantization(stored, self.quantization, self.model_name_or_path)
-        outcome = f"dequantised to {name_of(self.dtype)} while it is read"
+        outcome = f"dequantized to {name_of(self.dtype)} while it is read"
         kept = stored if stored.quantization is not None else None
         if kept is not None:
             outcome = "its bytes are kept as they are, those of all linear weights of decoder layers"

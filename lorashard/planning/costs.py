@@ -95,7 +95,7 @@ class Row:
         copied_bytes: copied from host memory or files, in a step.
         step_s: predicted, of which `wait_s` waits for the base.
         lacks: what is missing, or None if it fits.
-        workspace_bytes: what quantised weights are unpacked to, one at a time.
+        workspace_bytes: what quantized weights are unpacked to, one at a time.
     """
 
     placement: ResolvedPlacement

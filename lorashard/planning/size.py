@@ -28,7 +28,7 @@ from ..weights.stored_formats import StoredFormat, find_stored_format
 
 @dataclass(frozen=True)
 class PackedSize:
-    """A quantised weight.
+    """A quantized weight.
 
     Attributes:
         numel: its numbers.
@@ -46,7 +46,7 @@ class UnitSize:
     """What is gathered at once; `layout` is that of one shard.
 
     Attributes:
-        packed: the weights among its own that are quantised, whose parts are in the layout.
+        packed: the weights among its own that are quantized, whose parts are in the layout.
     """
 
     name: str
@@ -140,8 +140,8 @@ def measure_model(
     """Return the sizes of a model's units and adapter; its weights are never read.
 
     Args:
-        quantization: what the base is to be quantised to.
-        stored: of files that are quantised already; the modules that it skips stay as they are.
+        quantization: what the base is to be quantized to.
+        stored: of files that are quantized already; the modules that it skips stay as they are.
     """
     structure = find_structure(model, base_test(model))
     quantize_structure(structure, quantization)
@@ -174,7 +174,7 @@ def _measure_unit(unit: FoundUnit) -> UnitSize:
 
 
 def find_stored(model_name_or_path: str, revision: str | None = None) -> StoredFormat | None:
-    """Return in which quantised format a model's files are, as its config tells; None for plain numbers.
+    """Return in which quantized format a model's files are, as its config tells; None for plain numbers.
 
     Raises:
         CheckpointError: there is no config to be had, or the format cannot be read.

@@ -49,7 +49,7 @@ _LEGEND = (
     "logits with what layers saved.",
     "Bytes of the base and of its traffic are exact, activations traced from the model's code, times estimates.",
 )
-_WORKSPACE = "workspace: what a quantised weight is unpacked to while an operation reads it, in the peak too."
+_WORKSPACE = "workspace: what a quantized weight is unpacked to while an operation reads it, in the peak too."
 
 
 def _render_row(row: Row, num_ranks: int) -> Sequence[str]:

@@ -187,7 +187,7 @@ def _assemble(base: _Run, added: Mapping[Hashable, _Run], kinds: Mapping[Hashabl
 def _find_unpackings(
     model: PeftModel, quantization: Quantization | None, device_type: str
 ) -> dict[torch.Tensor, Unpacking]:
-    """Return what unpacking each weight takes that is to be quantised."""
+    """Return what unpacking each weight takes that is to be quantized."""
     if quantization is None:
         return {}
     structure = find_structure(model, base_test(model))

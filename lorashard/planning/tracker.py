@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Unpacking:
-    """What it takes to make numbers of a quantised weight, which happens in each operation that reads it.
+    """What it takes to make numbers of a quantized weight, which happens in each operation that reads it.
 
     Attributes:
         unpacked_bytes: in the workspace.
@@ -71,7 +71,7 @@ class Tracker(TorchDispatchMode):
         live_bytes: now.
         peak_bytes: the most at once since `take_peak`.
         work: of all operations so far.
-        workspace_bytes: the most that the quantised weights of one operation were unpacked to.
+        workspace_bytes: the most that the quantized weights of one operation were unpacked to.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Tracker(TorchDispatchMode):
         Args:
             ignored: their storages are not counted.
             is_for_cuda: whether attention's backward takes the workspace that its CUDA kernel takes.
-            packed: tensors that stand for quantised weights.
+            packed: tensors that stand for quantized weights.
         """
         super().__init__()
         self._unpackings = {tensor.untyped_storage()._cdata: unpacking for tensor, unpacking in packed}

@@ -1,4 +1,4 @@
-"""What it takes to make numbers of a quantised weight."""
+"""What it takes to make numbers of a quantized weight."""
 
 from __future__ import annotations
 

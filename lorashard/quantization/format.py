@@ -1,4 +1,4 @@
-"""What every quantised format can do, and which one an option means."""
+"""What every quantized format can do, and which one an option means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Quantizer(Packing, Protocol):
     """A format that weights can be brought into.
 
     Numbers that share a scale, a block, follow one another in a weight's row-major order. So any stretch of whole
-    blocks can be quantised by itself, and the numbers' bytes come in the same order.
+    blocks can be quantized by itself, and the numbers' bytes come in the same order.
     """
 
     def block_numel(self, shape: Sequence[int]) -> int:
@@ -23,7 +23,7 @@ class Quantizer(Packing, Protocol):
         ...
 
     def quantize(self, values: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantise whole blocks.
+        """Quantize whole blocks.
 
         Args:
             values: consecutive numbers of a weight, flat, of any floating type, from the beginning of a block on.

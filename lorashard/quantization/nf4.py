@@ -15,7 +15,7 @@ Note [Whose NF4]
       number, as on its CPU. On CUDA a NaN vanishes.
     - The mean of the scales, their offset, is summed in float64, so that it does not depend on who sums. bitsandbytes
       sums in float32, in an order that depends on device and threads: its offset may be some ulps off this one.
-    - Quantised scales (`compress_statistics`) are rounded to the nearest of the map's values, as on CUDA. Its CPU
+    - Quantized scales (`compress_statistics`) are rounded to the nearest of the map's values, as on CUDA. Its CPU
       takes the next one for about one in a thousand that lie near the middle.
 """
 
@@ -45,7 +45,7 @@ class Nf4:
         blocks: 4.5 or 4.127 bits a number in all.
 
     Attributes:
-        double_quant: whether the scales are quantised too.
+        double_quant: whether the scales are quantized too.
         block_size: numbers that share a scale; a checkpoint may have any power of two from 32 to 4096.
         nested_block_size: scales that share a scale of their own, with `double_quant`.
     """
@@ -140,7 +140,7 @@ class Nf4:
                 _scale_up(tables.look_up(packed)[: stretch.numel()], scales, self.block_size, stretch)
 
     def select(self, parts: Sequence[torch.Tensor], shape: Sequence[int], index: int) -> list[torch.Tensor] | None:
-        """Return the numbers and the scales of `weight[index]`; the scales are in memory of their own if quantised."""
+        """Return the numbers and the scales of `weight[index]`; the scales are in memory of their own if quantized."""
         numel = math.prod(shape[1:])
         if len(shape) < 2 or numel % self.block_size:
             return None

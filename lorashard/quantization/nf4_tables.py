@@ -1,4 +1,4 @@
-"""The constants of NF4 and of its quantised scales, and what looks numbers up in them."""
+"""The constants of NF4 and of its quantized scales, and what looks numbers up in them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Tables:
 
 
 def make_dynamic_map() -> torch.Tensor:
-    """Return the 256 values that quantised scales have, rising from -0.993 to 1 (float32, on the CPU).
+    """Return the 256 values that quantized scales have, rising from -0.993 to 1 (float32, on the CPU).
 
     The signed dynamic data type of "8-Bit Approximations for Parallelism in Deep Learning" (Dettmers, 2015), as
     bitsandbytes' `create_dynamic_map` has it: seven decades, each cut into twice as many parts as the one below it.

@@ -21,7 +21,7 @@ from ..runtime.output import warn
 from ..runtime.progress import Teller, show_amount
 
 Phase = Literal[
-    "queue", "start", "download", "tokenise", "load", "train", "evaluate", "save", "done", "failed", "stopped"
+    "queue", "start", "download", "tokenize", "load", "train", "evaluate", "save", "done", "failed", "stopped"
 ]
 _ENDS = ("done", "failed", "stopped")
 _NAME = "status.json"
@@ -29,7 +29,7 @@ _WORDS = {
     "queue": "waiting for devices",
     "start": "starting",
     "download": "downloading",
-    "tokenise": "tokenizing",
+    "tokenize": "tokenizing",
     "load": "loading",
     "evaluate": "evaluating",
     "save": "saving",

@@ -482,7 +482,7 @@ class ShardGroup:
     """The ranks that a unit is sharded over, with process groups of their own.
 
     Base gathers never queue behind the adapter's all-reduce, since they have their own communicator. Ranks compare
-    where they stand over a second, gloo group on the host: it needs no device synchronisation and cannot pair up
+    where they stand over a second, gloo group on the host: it needs no device synchronization and cannot pair up
     with a gather. Models that are sharded over the same ranks share the two, and have a `number` each.
 
     Ranks: creating one is collective over all ranks. `size` 1 needs no process group.

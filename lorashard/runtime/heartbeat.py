@@ -6,7 +6,7 @@ others would wait for it in a collective until `ddp_timeout`.
 
 What is found, and what is not:
 
-- A beat needs no more than Python's lock for an instant, so it goes on while a rank tokenises, loads, evaluates, saves
+- A beat needs no more than Python's lock for an instant, so it goes on while a rank tokenizes, loads, evaluates, saves
   or waits for other ranks. Native code that keeps the lock for all of the timeout starves it.
 - A rank whose main thread hangs while its thread beats (a deadlock, a network drive that does not answer) is alive. The
   collective that the others wait in ends by `ddp_timeout`; `Heartbeat.describe_ranks` tells then where each rank stood.

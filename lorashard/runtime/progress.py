@@ -97,7 +97,7 @@ class LiveBar:
 
     @contextmanager
     def hidden(self, is_line_whole: bool = True) -> Iterator[None]:
-        """Clear the bar's line, and draw it again afterwards. A terminal that takes nothing keeps nobody waiting.
+        """Clear the bar's line, and draw it again afterward. A terminal that takes nothing keeps nobody waiting.
 
         Args:
             is_line_whole: whether what is written ends its line; else the bar waits for the next `show`.

@@ -31,7 +31,7 @@ _SHOWN = {
     "kl": "kl",
     "completions/mean_length": "answer length",
 }
-_TOLD_PHASES = ("tokenise", "load")  # later there are the steps' lines
+_TOLD_PHASES = ("tokenize", "load")  # later there are the steps' lines
 _SUMMARY = "train_runtime"  # of the line that ends a training
 
 

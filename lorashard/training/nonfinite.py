@@ -93,7 +93,7 @@ class FiniteTrainer(Trainer):
         if self._num_skipped and self._num_skipped == self._num_steps:
             raise TrainingError(
                 f"each of the run's {self._num_steps} steps was left out, for its numbers were not finite (see above): "
-                "nothing was learnt; look at the data, the learning rate and the dtype"
+                "nothing was learned; look at the data, the learning rate and the dtype"
             )
         return output
 

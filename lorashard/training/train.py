@@ -73,7 +73,7 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
     console = Console(rank, has_bar=not config.trainer_options.get("disable_tqdm"))
     run = Run(Path(config.output_dir), rank, world_size, console.show)
     status = run.status
-    status.enter("tokenise", world_size=world_size)
+    status.enter("tokenize", world_size=world_size)
     with Heartbeat(
         env, config.heartbeat_timeout, lambda reason: status.end("failed", reason), lambda: status.place
     ) as heartbeat:
@@ -142,7 +142,7 @@ def _finetune(
     engine_of(model).follow_ranks(describe_ranks)
     meter = RankMeter(engine_of(model), base_bytes)
     if not config.trl_method.is_prepared_here:
-        status.enter("tokenise")  # which TRL does
+        status.enter("tokenize")  # which TRL does
     trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
     add_callbacks(
         trainer,
@@ -416,7 +416,7 @@ def build_trainer(
     Raises:
         ConfigError: TRL refuses the model, the rows or the options.
 
-    Ranks: collective over all ranks where the trainer tokenises: rank 0 does so first, the others take its results.
+    Ranks: collective over all ranks where the trainer tokenizes: rank 0 does so first, the others take its results.
     """
     method = config.trl_method
     optimizer = None
@@ -438,6 +438,6 @@ def build_trainer(
 
 
 def _take_tokens(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> torch.Tensor:
-    """Return tokens to compare logits on; where no row is tokenised, those of the row as Python writes it."""
+    """Return tokens to compare logits on; where no row is tokenized, those of the row as Python writes it."""
     input_ids = rows[0].get("input_ids") or tokenizer(str(rows[0]))["input_ids"]
     return torch.tensor([input_ids[:_CHECKED_TOKENS]], device=device)

@@ -17,7 +17,7 @@ _FILE_NAME = "origin.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """The base whose weights an initialisation has rewritten.
+    """The base whose weights an initialization has rewritten.
 
     Attributes:
         name: a folder or a hub id.

@@ -117,8 +117,8 @@ def sign_adapter(
 
     Args:
         identity: None where the base's files are not known.
-        quantization: what the base was quantised to.
-        dtype: what a quantised base had before, and has again when it is computed with: its numbers depend on it.
+        quantization: what the base was quantized to.
+        dtype: what a quantized base had before, and has again when it is computed with: its numbers depend on it.
     """
     file = adapter / ADAPTER_NAME
     partial = file.with_suffix(f".partial-{os.getpid()}")
@@ -143,7 +143,7 @@ def add_tensors(adapter: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_quantization_of(adapter: Path) -> Quantization | None:
-    """Return what the base of the adapter in a folder was quantised to when it was trained; None if it was not.
+    """Return what the base of the adapter in a folder was quantized to when it was trained; None if it was not.
 
     Raises:
         CheckpointError: the adapter's file is damaged, or from a version that knows other formats.
@@ -179,10 +179,10 @@ def read_quantized_form(adapter: Path) -> tuple[Quantization | None, torch.dtype
 def check_quantization(
     adapter: Path, quantization: Quantization | None, base: str, allow_base_mismatch: bool = False
 ) -> None:
-    """Refuse to go on training an adapter whose base was quantised otherwise.
+    """Refuse to go on training an adapter whose base was quantized otherwise.
 
     Args:
-        quantization: what the base is quantised to now.
+        quantization: what the base is quantized to now.
         base: the base's name, for the message.
 
     Raises:

@@ -15,7 +15,7 @@ _GENERATION_NAME = "generation_config.json"
 
 
 def read_model_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the config of the model in a folder, of plain modules even where its files are quantised.
+    """Return the config of the model in a folder, of plain modules even where its files are quantized.
 
     Raises:
         CheckpointError: it is missing, damaged, of a kind that transformers does not know, or needs code that comes

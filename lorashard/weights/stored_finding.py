@@ -1,4 +1,4 @@
-"""Finds in a quantised checkpoint which stored tensors are one weight, and checks them."""
+"""Finds in a quantized checkpoint which stored tensors are one weight, and checks them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def find_weights(
     stored: StoredFormat, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, read: Read
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a quantised checkpoint as if it had never been: under the plain weights' keys and shapes.
+    """Return the tensors of a quantized checkpoint as if it had never been: under the plain weights' keys and shapes.
 
     Args:
-        dtype: what quantised weights become where they are dequantised.
+        dtype: what quantized weights become where they are dequantized.
         read: for the small tensors that describe the others.
 
     Raises:
@@ -71,7 +71,7 @@ def _take_mxfp4(key: str, left: dict[str, StoredTensor], dtype: torch.dtype) -> 
 def _take_fp8(key: str, left: dict[str, StoredTensor], dtype: torch.dtype, stored: StoredFormat) -> StoredTensor:
     numbers = left.pop(key)
     scales = _take(left, f"{key}_scale_inv", numbers)
-    left.pop(f"{key.removesuffix('weight')}activation_scale", None)  # of what goes in, where that is quantised too
+    left.pop(f"{key.removesuffix('weight')}activation_scale", None)  # of what goes in, where that is quantized too
     _check(scales, _FLOATS, None)
     shape = numbers.shape
     if len(shape) < 2:
@@ -101,7 +101,7 @@ def _take_nf4(state_key: str, left: dict[str, StoredTensor], dtype: torch.dtype,
     if state_key.endswith(_OTHER_STATE):
         raise CheckpointError(
             f"Expected nf4 of the 4-bit formats of bitsandbytes, found fp4 of {state_key} in {left[state_key].file}. "
-            "Use the unquantised model with `quantization: nf4`, or a copy of it that is stored as nf4."
+            "Use the unquantized model with `quantization: nf4`, or a copy of it that is stored as nf4."
         )
     key = state_key.removesuffix(_STATE)
     state_tensor = left.pop(state_key)
@@ -166,7 +166,7 @@ def _check_code(stored: StoredTensor, code: torch.Tensor, read: Read) -> None:
 
 
 def _check_left(stored: StoredFormat, left: Mapping[str, StoredTensor]) -> None:
-    """Refuse what belongs to a quantised weight that was not found."""
+    """Refuse what belongs to a quantized weight that was not found."""
     companions = {
         MXFP4: ("_blocks", "_scales"),
         BITSANDBYTES: (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format"),

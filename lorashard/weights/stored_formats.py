@@ -1,4 +1,4 @@
-"""In which quantised format a checkpoint's files are, as its config tells, and what is made of it."""
+"""In which quantized format a checkpoint's files are, as its config tells, and what is made of it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BITSANDBYTES, MXFP4, FP8 = "bitsandbytes", "mxfp4", "fp8"
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How the files hold what is quantised in them.
+    """How the files hold what is quantized in them.
 
     Attributes:
         method: as `quantization_config` calls it.
         description: for people.
-        quantization: what the stored bytes are kept as; None where they are dequantised while they are read.
-        skipped: modules that are stored as they are, as the config names them; None for an unquantised LM head alone.
+        quantization: what the stored bytes are kept as; None where they are dequantized while they are read.
+        skipped: modules that are stored as they are, as the config names them; None for an unquantized LM head alone.
         block: rows and columns that share a scale, in block-wise fp8.
     """
 
@@ -39,7 +39,7 @@ class StoredFormat:
 
 
 def find_stored_format(config: Mapping[str, Any] | PreTrainedConfig, where: str = "the model") -> StoredFormat | None:
-    """Return in which quantised format a model's files are; None for plain numbers.
+    """Return in which quantized format a model's files are; None for plain numbers.
 
     Args:
         config: the model's, as config.json has it, or as transformers reads it.
@@ -64,8 +64,8 @@ def find_stored_format(config: Mapping[str, Any] | PreTrainedConfig, where: str 
             f"The quantization_config of {where} is damaged ({error}). Download its config.json again."
         ) from error
     raise CheckpointError(
-        f"Expected unquantised weights in {where}, or weights as bitsandbytes (nf4, int8), MXFP4 or block-wise fp8 "
-        f"store them, but its config has a quantization_config ({method}). Use the unquantised model; `quantization: "
+        f"Expected unquantized weights in {where}, or weights as bitsandbytes (nf4, int8), MXFP4 or block-wise fp8 "
+        f"store them, but its config has a quantization_config ({method}). Use the unquantized model; `quantization: "
         "nf4` makes it as small while it is read."
     )
 
@@ -84,7 +84,7 @@ def settle_quantization(stored: StoredFormat | None, asked: Quantization | None,
     """Return what a base is kept as: what its files already are, or else what is asked for.
 
     Raises:
-        ConfigError: the files are quantised already, to another format.
+        ConfigError: the files are quantized already, to another format.
     """
     if stored is None or stored.quantization is None:
         return asked
@@ -92,13 +92,13 @@ def settle_quantization(stored: StoredFormat | None, asked: Quantization | None,
         extra = " with embedding and LM head" if asked.has_vocabulary else ""
         raise ConfigError(
             f"quantization: expected {stored.quantization.format}, in which {where} is stored ({stored.description}), "
-            f"found {asked.format}{extra}; leave the option out, or use the unquantised model"
+            f"found {asked.format}{extra}; leave the option out, or use the unquantized model"
         )
     return stored.quantization
 
 
 def forget_stored_format(config: PreTrainedConfig) -> None:
-    """Let a config describe the plain modules that are made of a quantised checkpoint."""
+    """Let a config describe the plain modules that are made of a quantized checkpoint."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
@@ -126,10 +126,10 @@ def _read_bitsandbytes(found: Mapping[str, Any], where: str) -> StoredFormat:
         if kind != "nf4":
             raise CheckpointError(
                 f"Expected nf4 of the 4-bit formats of bitsandbytes, found bnb_4bit_quant_type {kind!r} in {where}. "
-                "Use the unquantised model with `quantization: nf4`, or a copy of it that is stored as nf4."
+                "Use the unquantized model with `quantization: nf4`, or a copy of it that is stored as nf4."
             )
         double_quant = bool(found.get("bnb_4bit_use_double_quant"))
-        description = "bitsandbytes' nf4" + (" with double quantisation" if double_quant else "")
+        description = "bitsandbytes' nf4" + (" with double quantization" if double_quant else "")
         return StoredFormat(BITSANDBYTES, description, Quantization("nf4", double_quant), skipped)
     if found.get("load_in_8bit"):
         return StoredFormat(BITSANDBYTES, "bitsandbytes' int8", Quantization("int8"), skipped)

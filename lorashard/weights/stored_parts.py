@@ -21,7 +21,7 @@ class StoredParts:
 def find_parts(source: Runs) -> StoredParts | None:
     """Return the parts of a weight that is made of packed ones, one after another; None where it is not.
 
-    Of several weights in one, such as experts that are stored one by one, scales that are quantised are dequantised
+    Of several weights in one, such as experts that are stored one by one, scales that are quantized are dequantized
     while they are read: each has a mean of its own.
     """
     packed = [run.stored for run in source.runs if isinstance(run.stored, PackedTensor)]

@@ -1,6 +1,6 @@
-"""Tensors that several stored ones make together: quantised numbers and their scales, read by range.
+"""Tensors that several stored ones make together: quantized numbers and their scales, read by range.
 
-Each is a `StoredTensor` of the shape and dtype that it has when it is dequantised, so that all that is done with stored
+Each is a `StoredTensor` of the shape and dtype that it has when it is dequantized, so that all that is done with stored
 tensors, from finding the model's names to fusing experts, is done with them unchanged.
 """
 
@@ -45,7 +45,7 @@ class Constant(MadeTensor):
 
 @dataclass(frozen=True)
 class NestedScales(MadeTensor):
-    """The scales of nf4, which are quantised themselves: bitsandbytes' `dequantize_blockwise`, plus the mean."""
+    """The scales of nf4, which are quantized themselves: bitsandbytes' `dequantize_blockwise`, plus the mean."""
 
     numbers: StoredTensor
     scales: StoredTensor
@@ -69,7 +69,7 @@ class PackedTensor(MadeTensor):
     Attributes:
         quantizer: that format.
         parts: what is stored of it, by the names of the format's parts.
-        plain: the same with scales that are no longer quantised, where they are.
+        plain: the same with scales that are no longer quantized, where they are.
     """
 
     quantizer: Quantizer

@@ -26,7 +26,7 @@ from .stored_tensors import Constant, MadeTensor
 
 # What a cast holds of the file at a time.
 PIECE_BYTES = 16 * 2**20
-# Numbers that are dequantised at a time.
+# Numbers that are dequantized at a time.
 _PIECE_NUMEL = 4 * 2**20
 
 _logger = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ class BaseWeights:
     Tensors are named as in the model before adapters are injected; names that are tied read the same bytes. Values are
     those that `from_pretrained` would give, bit for bit. Bytes are counted by the checkpoint.
 
-    What a checkpoint holds quantised is read here dequantised, by names and ranges of the plain numbers; where its
+    What a checkpoint holds quantized is read here dequantized, by names and ranges of the plain numbers; where its
     stored bytes are of a format that a base can be kept in, they can be read as parts of that format too.
 
     Attributes:
-        stored_format: How the checkpoint is quantised; None if it is not.
-        stored: What the files hold, by key, as if it had never been quantised.
+        stored_format: How the checkpoint is quantized; None if it is not.
+        stored: What the files hold, by key, as if it had never been quantized.
         missing: Names in the model for which the checkpoint has no value and needs none (`allow_missing`, or the
-            model's class says so): whoever builds the model must initialise them.
+            model's class says so): whoever builds the model must initialize them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BaseWeights:
             allow_unexpected: Prefixes of stored keys that the model may have no place for, such as `lm_head.`.
 
         Raises:
-            CheckpointError: Tensors are missing, unexpected or of another shape, the weights are quantised in a way
+            CheckpointError: Tensors are missing, unexpected or of another shape, the weights are quantized in a way
                 that cannot be read, or tied tensors are stored twice with different values.
         """
         _check_dtype(model, dtype)
@@ -187,7 +187,7 @@ class BaseWeights:
         return {name: quantizer for name, quantizer in found.items() if quantizer is not None}
 
     def describe_stored(self) -> str | None:
-        """Return in a line how a quantised checkpoint is read; None for one that is not quantised."""
+        """Return in a line how a quantized checkpoint is read; None for one that is not quantized."""
         if self.stored_format is None:
             return None
         where = f"{self._checkpoint.folder} is stored in {self.stored_format.description}"
@@ -197,11 +197,11 @@ class BaseWeights:
         if not rest:
             return f"{where}: its bytes are kept as they are"
         if len(rest) == len(made):
-            return f"{where}: dequantised to {dtypes} while it is read"
-        return f"{where}: its bytes are kept as they are, but {shorten(rest)} dequantised to {dtypes} while it is read"
+            return f"{where}: dequantized to {dtypes} while it is read"
+        return f"{where}: its bytes are kept as they are, but {shorten(rest)} dequantized to {dtypes} while it is read"
 
     def is_made(self, name: str) -> bool:
-        """Tell whether the files hold a weight, or what it is computed from, quantised."""
+        """Tell whether the files hold a weight, or what it is computed from, quantized."""
         source = self._sources[name]
         if isinstance(source, Group):
             return any(isinstance(stored, MadeTensor) for each in source.sources.values() for stored in each)

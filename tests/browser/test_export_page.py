@@ -74,7 +74,7 @@ def test_the_adapter_is_downloaded_and_nothing_else(server, page, tmp_path):
         assert (tmp_path / "demo-adapter" / name).read_bytes() == (server.root / "demo" / name).read_bytes()
 
 
-def test_jobs_are_followed_and_cancelled(server, page):
+def test_jobs_are_followed_and_canceled(server, page):
     """Catches a failure whose reason is only in a file, markup in a log that a page takes for its own, a path of this
     machine where a shorter one leads there, and a Cancel that leaves processes or half a model."""
     jobs = Jobs(server.root)
@@ -93,8 +93,8 @@ def test_jobs_are_followed_and_cancelled(server, page):
     expect(rows.nth(1)).to_contain_text("lorashard: error: no runs/demo <img src=http")
     assert page.locator("main img, table img").count() == 0
     page.get_by_role("button", name="Cancel").click()
-    wait_for_job(page, "merge demo", "cancelled")
-    assert jobs.get(merge).state == "cancelled" and not partial.exists()
+    wait_for_job(page, "merge demo", "canceled")
+    assert jobs.get(merge).state == "canceled" and not partial.exists()
     expect(page.get_by_role("button", name="Cancel")).to_be_disabled()
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_timeout(300)

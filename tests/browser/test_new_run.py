@@ -58,7 +58,7 @@ def read_code(page: Page, elem_id: str) -> str:
 def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     """Catches a form whose plan, preview, check or command is not that of its options, or shows a path of this machine
     where a shorter one leads there; a plan of what was typed before; a mistake of the data that is told nowhere; and
-    learnt tokens that cannot be read in the dark."""
+    supervised tokens that cannot be read in the dark."""
     page = form
     fill_demo(page, dataset="examples/demo/nothing.jsonl", max_length="")
     expect(page.locator("#preview-status")).to_contain_text("nothing.jsonl", timeout=WORKER_MS)
@@ -79,12 +79,12 @@ def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     rank.fill("")
     find_input(page, "quantization").click()
     page.get_by_role("option", name="nf4").click()
-    expect(page.locator("#plan-notes")).to_contain_text("quantised to nf4", timeout=WORKER_MS)
+    expect(page.locator("#plan-notes")).to_contain_text("quantized to nf4", timeout=WORKER_MS)
     expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(5)  # what weights are unpacked to
     expect(page.locator("#model-note")).to_contain_text(re.compile(r"\d+ tensors, .* in examples/demo/base\s*$"))
     expect(page.locator("#preview-status")).to_contain_text("Format: messages", timeout=WORKER_MS)
-    expect(page.locator("#preview-status")).to_contain_text("train.jsonl line 1: 63 tokens, 31 learnt")
-    assert page.locator("#preview .label", has_text="learnt").count() == 3
+    expect(page.locator("#preview-status")).to_contain_text("train.jsonl line 1: 63 tokens, 31 supervised")
+    assert page.locator("#preview .label", has_text="supervised").count() == 3
     find_input(page, "model_name_or_path").click()
     page.keyboard.press("Escape")
     page.get_by_role("heading", name="New run").click()  # a list of suggestions that is open is in the picture's way

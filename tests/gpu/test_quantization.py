@@ -1,4 +1,4 @@
-"""Quantising and unpacking on one GPU: the same bytes and numbers as on the CPU, whatever unpacks them."""
+"""Quantizing and unpacking on one GPU: the same bytes and numbers as on the CPU, whatever unpacks them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_unpacking_takes_a_bounded_piece(quantizer):
 
 @pytest.mark.parametrize("format_", ("nf4", "int8", "fp8"))
 @pytest.mark.parametrize("checkpointing", ("off", "non-reentrant", "reentrant"))
-def test_a_sharded_base_gives_the_gradients_of_the_dequantised_one(format_, checkpointing):
+def test_a_sharded_base_gives_the_gradients_of_the_dequantized_one(format_, checkpointing):
     """Catches a workspace that is written while a kernel on the same stream still reads the last weight there."""
     quantizer = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}[format_]
     case = {"checkpointing": checkpointing, "dtype": torch.bfloat16}

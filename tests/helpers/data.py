@@ -102,8 +102,8 @@ def chat(*contents: str, system: str | None = None) -> list[dict]:
     return start + [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
 
 
-def find_learnt(row: dict, tokenizer) -> list[str]:
-    """Return the runs of learnt tokens of a prepared row, decoded."""
+def find_supervised(row: dict, tokenizer) -> list[str]:
+    """Return the runs of supervised tokens of a prepared row, decoded."""
     runs: list[list[int]] = []
     for position, label in enumerate(row["labels"]):
         if label == -100:

@@ -126,7 +126,7 @@ def assert_same_run(sharded: Run, plain: Run, num_steps: int) -> None:
     assert [_numbers(line) for line in sharded.steps] == [_numbers(line) for line in plain.steps]
     assert [_numbers(line) for line in sharded.evaluations] == [_numbers(line) for line in plain.evaluations]
     assert_same_adapter(sharded, plain)
-    assert any(tensor.abs().max() > 0 for name, tensor in plain.adapter.items() if "lora_B" in name), "nothing learnt"
+    assert any(tensor.abs().max() > 0 for name, tensor in plain.adapter.items() if "lora_B" in name), "nothing learned"
 
 
 def assert_same_adapter(one: Run, other: Run) -> None:

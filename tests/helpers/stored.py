@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose files are quantised as those of the hub are."""
+"""Tiny checkpoints whose files are quantized as those of the hub are."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def to_mxfp4(tensors: Tensors) -> Tensors:
 
 
 def to_fp8(tensors: Tensors, block: int = 16) -> Tensors:
-    """Quantise every linear weight in square blocks, the last of a row or column perhaps smaller."""
+    """Quantize every linear weight in square blocks, the last of a row or column perhaps smaller."""
     made: Tensors = {}
     for key, value in tensors.items():
         if value.dim() != 2 or any(name in key for name in ("embed", "lm_head", ".gate.")):
@@ -89,7 +89,7 @@ def save_stored(folder: Path, name: str) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors], quantization: dict[str, Any] | None = None) -> None:
-    """Change a checkpoint's tensors, and say in its config how they are quantised."""
+    """Change a checkpoint's tensors, and say in its config how they are quantized."""
     file = folder / "model.safetensors"
     tensors = {key: tensor.contiguous() for key, tensor in change(load_file(file)).items()}
     save_file(tensors, file, metadata={"format": "pt"})

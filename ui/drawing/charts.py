@@ -1,4 +1,4 @@
-"""Curves and bars as Plotly figures, which read on light and on dark and do not need colours to be told apart."""
+"""Curves and bars as Plotly figures, which read on light and on dark and do not need colors to be told apart."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 
-# Okabe and Ito's colours, which colour-blind people tell apart; the bright ones darker, for three to one on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009068", "#C0659A", "#A87400", "#3A94C6")
+# Okabe and Ito's colors, which color-blind people tell apart; the bright ones darker, for three to one on white.
+_COLORS = ("#0072B2", "#D55E00", "#009068", "#C0659A", "#A87400", "#3A94C6")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _FEW_POINTS = 40  # up to here each point has a marker: a line of one point would not be seen
-_TEXT = "#7a7a7a"  # of lines; words take the page's own colour where they are drawn
+_TEXT = "#7a7a7a"  # of lines; words take the page's own color where they are drawn
 _GRID = "rgba(128,128,128,0.25)"
 _HEIGHT = 280
 _LEGEND_HEIGHT = 12  # for each curve; on a phone every name has a line of its own
@@ -74,8 +74,8 @@ def draw_bars(
             y=values,
             name=name,
             marker={
-                "color": _COLOURS[number],
-                "pattern": {"shape": ("", "/", ".")[number % 3], "bgcolor": _COLOURS[number], "fgcolor": "white"},
+                "color": _COLORS[number],
+                "pattern": {"shape": ("", "/", ".")[number % 3], "bgcolor": _COLORS[number], "fgcolor": "white"},
             },
         )
         for number, (name, values) in enumerate(bars.items())
@@ -105,8 +105,8 @@ def _say_nothing_yet(figure: go.Figure) -> None:
 
 
 def _trace_curve(curve: Curve, number: int) -> list[go.Scatter]:
-    colour = _COLOURS[number % len(_COLOURS)]
-    dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]  # no two of 30 curves look alike
+    color = _COLORS[number % len(_COLORS)]
+    dash = _DASHES[(number + number // len(_COLORS)) % len(_DASHES)]  # no two of 30 curves look alike
     marker = {"symbol": _MARKERS[number % len(_MARKERS)], "size": 6}
     is_smoothed = len(curve.smoothed) > 0
     xs = np.asarray(curve.xs, dtype=np.float64)
@@ -115,7 +115,7 @@ def _trace_curve(curve: Curve, number: int) -> list[go.Scatter]:
     raw = go.Scatter(
         y=np.asarray(curve.ys, dtype=np.float32),
         mode="lines" if is_smoothed else mode,
-        line={"color": colour, "width": 1 if is_smoothed else 2, "dash": dash if not is_smoothed else "solid"},
+        line={"color": color, "width": 1 if is_smoothed else 2, "dash": dash if not is_smoothed else "solid"},
         marker=marker,
         opacity=0.35 if is_smoothed else 1,
         showlegend=not is_smoothed,
@@ -127,7 +127,7 @@ def _trace_curve(curve: Curve, number: int) -> list[go.Scatter]:
     smoothed = go.Scatter(
         y=np.asarray(curve.smoothed, dtype=np.float32),
         mode=mode,
-        line={"color": colour, "width": 2.5, "dash": dash},
+        line={"color": color, "width": 2.5, "dash": dash},
         marker=marker,
         **common,
     )

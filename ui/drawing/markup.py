@@ -14,7 +14,7 @@ class Markup(str):
     """Text that is HTML already."""
 
 
-# Of each state of a run: what stands before the word, so that nobody needs colours to tell one from another.
+# Of each state of a run: what stands before the word, so that nobody needs colors to tell one from another.
 _ICONS = {
     "queued": "\u25f7",
     "starting": "\u2026",
@@ -24,7 +24,7 @@ _ICONS = {
     "stopped": "\u25a0",
     "failed": "\u2715",
     "dead": "\u26a0",
-    "cancelled": "\u25a0",
+    "canceled": "\u25a0",
     "lost": "\u26a0",
 }
 _TAGS = re.compile(r"<span.*?</span>|<[^>]*>")

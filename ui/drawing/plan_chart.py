@@ -7,9 +7,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-_TEXT = "#7a7a7a"  # of lines; words take the page's own colour where they are drawn
+_TEXT = "#7a7a7a"  # of lines; words take the page's own color where they are drawn
 _GRID = "rgba(128,128,128,0.25)"
-# Okabe and Ito's colours, and a pattern each, for those who see none.
+# Okabe and Ito's colors, and a pattern each, for those who see none.
 _PARTS = (
     ("base at rest", "#0072B2", ""),
     ("slots", "#E69F00", "/"),
@@ -44,13 +44,13 @@ def plan_chart(plan: Mapping[str, Any]) -> go.Figure:
             name=name,
             orientation="h",
             marker={
-                "color": colour,
-                "pattern": {"shape": pattern, "bgcolor": colour, "fgcolor": "white", "size": 7, "solidity": 0.3},
+                "color": color,
+                "pattern": {"shape": pattern, "bgcolor": color, "fgcolor": "white", "size": 7, "solidity": 0.3},
                 "line": {"color": "rgba(128,128,128,0.6)", "width": 0.5},
             },
             hovertemplate=f"{name}: %{{x:.2f}} {unit}<extra></extra>",
         )
-        for number, (name, colour, pattern) in enumerate(_PARTS)
+        for number, (name, color, pattern) in enumerate(_PARTS)
         if any(part[number] for part in parts)
     ]
     if not is_tiny:
@@ -90,7 +90,7 @@ def _label(plan: Mapping[str, Any], index: int) -> str:
 
 
 def _split(row: Mapping[str, Any]) -> tuple[int, ...]:
-    workspace_bytes = row.get("workspace_bytes", 0)  # of a quantised base; plans of older runs have none
+    workspace_bytes = row.get("workspace_bytes", 0)  # of a quantized base; plans of older runs have none
     fixed = row["rest_bytes"], row["slot_bytes"], row["adapter_bytes"], workspace_bytes
     return *fixed, max(0, row["peak_bytes"] - sum(fixed))
 

@@ -1,4 +1,4 @@
-"""The rules of what `markup` draws. Colours are Gradio's own variables, so that light and dark both hold."""
+"""The rules of what `markup` draws. Colors are Gradio's own variables, so that light and dark both hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLE = """
 .subdued { color: var(--body-text-color-subdued); }
 
 .state { white-space: nowrap; font-weight: 600; }
-.state-queued, .state-stopped, .state-cancelled { color: var(--body-text-color-subdued); }
+.state-queued, .state-stopped, .state-canceled { color: var(--body-text-color-subdued); }
 .state-starting, .state-running, .state-stopping { color: var(--busy); }
 .state-done { color: var(--good); }
 .state-failed { color: var(--bad); }

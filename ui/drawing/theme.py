@@ -1,4 +1,4 @@
-"""How the app looks: system fonts, quiet colours that read in light and dark, and nothing from another host."""
+"""How the app looks: system fonts, quiet colors that read in light and dark, and nothing from another host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ gradio-app, .gradio-container { width: 100%; }
   outline: 3px solid #2563eb !important; outline-offset: 2px;
 }
 .dark :is(a, button, input, textarea, select, summary, [tabindex]):focus-visible { outline-color: #93c5fd !important; }
-/* Gradio's colours for these are too pale on white to be read. */
+/* Gradio's colors for these are too pale on white to be read. */
 body:not(.dark) :is(.cm-line, .cm-line span) { color: var(--body-text-color) !important; }
 body:not(.dark) [role=tab].selected { color: var(--primary-700) !important; }
 @media (max-width: 640px) {

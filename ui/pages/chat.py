@@ -232,7 +232,7 @@ def collect_settings(temperature: float, max_new_tokens: float | None, seed: flo
 def describe_end(end: End) -> str:
     """Say how an answer ended."""
     count = f"{end.num_tokens} {'token' if end.num_tokens == 1 else 'tokens'} in {end.seconds:.1f} s"
-    if end.is_cancelled:
+    if end.is_canceled:
         return f"{count}, stopped"
     return f"{count}, cut at the longest answer" if end.is_cut else count
 

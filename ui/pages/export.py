@@ -66,7 +66,7 @@ def build(desk: Desk) -> None:
                     list(exporting.MERGED_BASES),
                     value=exporting.AS_TRAINED,
                     label="Numbers of the base",
-                    info="The base was quantised in training, and the adapter has learnt to work with those numbers",
+                    info="The base was quantized in training, and the adapter has learned to work with those numbers",
                     visible=False,
                     elem_id="merged-base",
                 )

@@ -23,7 +23,7 @@ from .plotting import load_plotly, make_chart
 
 _LABELS = {
     "model_name_or_path": "Model",
-    "quantization": "Quantisation",
+    "quantization": "Quantization",
     "dataset": "Dataset",
     "method": "Method",
     "eval_dataset": "Evaluation dataset",
@@ -49,7 +49,7 @@ _STYLE = """<style>
   #beside > * { flex-shrink: 0; }
 }
 #preview .token, #preview .textfield { white-space: pre-wrap; }
-/* Gradio writes learnt tokens in black, which cannot be read on the dark blue that they have there. */
+/* Gradio writes supervised tokens in black, which cannot be read on the dark blue that they have there. */
 .dark #preview .token.highlighted .text { color: #fff !important; }
 </style>"""
 
@@ -142,7 +142,7 @@ def build(desk: Desk) -> None:
                 preview_status=_head("## What the model will see", markup.note(PREVIEW_WAITS), "preview-status"),
                 preview=gr.HighlightedText(
                     show_label=False, combine_adjacent=True, show_inline_category=True, show_legend=False,
-                    visible=False, color_map={"learnt": "#0072B2"}, elem_id="preview", show_whitespaces=True,
+                    visible=False, color_map={"supervised": "#0072B2"}, elem_id="preview", show_whitespaces=True,
                 ),
                 command=gr.Code(
                     language="shell", label="The same as a command", interactive=False, wrap_lines=True,

@@ -45,7 +45,7 @@ from .new_run_updates import (
     highlight,
     list_others,
     merge,
-    summarise,
+    summarize,
     update_fields,
 )
 from .plotting import CLASSES
@@ -116,7 +116,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             ask_model(form),
             form.to_command(desk.root),
             form.to_yaml(),
-            summarise(form),
+            summarize(form),
             finds,
             *updates.values(),
         ]
@@ -171,7 +171,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         method, words = question
         if method != "sft":
             yield [
-                markup.note(f"TRL tokenises the rows of {method} itself: the check below reads and counts them all."),
+                markup.note(f"TRL tokenizes the rows of {method} itself: the check below reads and counts them all."),
                 gr.update(visible=False),
             ]
             return

@@ -90,7 +90,7 @@ def ask_model(form: Form) -> str | None:
     return form.values.get("model_name_or_path")
 
 
-def summarise(form: Form) -> str:
+def summarize(form: Form) -> str:
     """Return all that is wrong, in a list, or what is still to be given."""
     if form.problems:
         lines = [markup.tag("li", problem) for problem in form.problems.values()]
@@ -118,23 +118,23 @@ def describe_rows(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         is_cut = row["num_tokens"] < row["num_tokens_before_cut"]
         cut = f", cut from {row['num_tokens_before_cut']}" if is_cut else ""
-        counts = f"{row['num_tokens']} tokens{cut}, {row['num_supervised_tokens']} learnt"
+        counts = f"{row['num_tokens']} tokens{cut}, {row['num_supervised_tokens']} supervised"
         lines.append(markup.tag("li", f"{row['place']}: {counts}"))
     if not rows:
         return markup.note("The dataset has no rows.", "error")
-    about = f"Format: {rows[0]['format']}; learnt: {rows[0]['mask_method']}."
-    legend = "What is coloured and marked \u201clearnt\u201d the model learns to write; all else it only reads."
+    about = f"Format: {rows[0]['format']}; supervised: {rows[0]['mask_method']}."
+    legend = "What is colored and marked \u201csupervised\u201d the model learns to write; all else it only reads."
     return markup.note(about) + markup.tag("ul", *lines) + markup.tag("p", legend, class_="subdued")
 
 
 def highlight(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
-    """Return the rows' text in parts, each with whether it is learnt."""
+    """Return the rows' text in parts, each with whether it is supervised."""
     parts: list[tuple[str, str | None]] = []
     for row in rows:
         if parts:
             parts.append(("\n\n", None))
-        for is_learnt, tokens in groupby(row["tokens"], key=lambda token: token[1]):
-            parts.append(("".join(text for text, _ in tokens), "learnt" if is_learnt else None))
+        for is_supervised, tokens in groupby(row["tokens"], key=lambda token: token[1]):
+            parts.append(("".join(text for text, _ in tokens), "supervised" if is_supervised else None))
     return parts
 
 

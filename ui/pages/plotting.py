@@ -2,7 +2,7 @@
 
 `gr.Plot` draws a new chart for each new value: the zoom is lost every time, and the page flickers. So a chart is a
 `gr.HTML` here whose script hands each new figure to the Plotly that Gradio has loaded for a `gr.Plot`. The script also
-takes the colours of text from the page, because no grey reads both on white and on black.
+takes the colors of text from the page, because no gray reads both on white and on black.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from ..drawing.markup import tag
 
-# Of the colours of curves, those that are too dark on black, and what stands for them there.
+# Of the colors of curves, those that are too dark on black, and what stands for them there.
 _ON_BLACK = {"#0072B2": "#3E9BDC", "#3A94C6": "#9AD3F5"}
 
 CLASSES = ("markup", "chart-block")
@@ -29,7 +29,7 @@ const draw = () => {
   if (!window.Plotly) { setTimeout(draw, 100); return; }
   let value = props.value;
   if (document.body.classList.contains('dark')) {
-    for (const [colour, brighter] of Object.entries(onBlack)) value = value.replaceAll(colour, brighter);
+    for (const [color, brighter] of Object.entries(onBlack)) value = value.replaceAll(color, brighter);
   }
   const figure = JSON.parse(value);
   const styles = getComputedStyle(box);

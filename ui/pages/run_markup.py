@@ -17,7 +17,7 @@ from ..reading.ranks import RankRow
 from ..reading.samples import Sample
 from ..reading.summaries import Summary
 
-_PHASES = ("download", "tokenise", "load", "train", "evaluate", "save")
+_PHASES = ("download", "tokenize", "load", "train", "evaluate", "save")
 _PREPARING = 3  # of the phases, those before the training, each of which comes once
 ALL_PROMPTS = "All prompts, latest"
 _MOST_SAMPLES = 50
@@ -42,7 +42,7 @@ def draw_header(summary: Summary) -> Markup:
     """Return the run's name, how it is, and what it is of."""
     title = tag("div", tag("h1", summary.name), badge(summary.state), class_="run-title")
     step = f"{show_count(summary.step)} of {show_count(summary.max_steps)}" if summary.max_steps else NONE
-    quantization = [("quantisation", summary.quantization)] if summary.quantization else []
+    quantization = [("quantization", summary.quantization)] if summary.quantization else []
     pairs = [
         ("model", show_paths(summary.model or NONE)),
         *quantization,

@@ -111,7 +111,7 @@ def find_slow_rank(facts: Facts) -> Iterator[Alert]:
     seen = [
         f"{name} {log.last[key]}{unit}"
         for key, name, unit in (
-            ("utilization_percent", "utilisation", "%"),
+            ("utilization_percent", "utilization", "%"),
             ("temperature_c", "temperature", " C"),
             ("cpu_percent", "CPU", "%"),
         )

@@ -18,7 +18,7 @@ _WORDS = {
     "queue": "Waiting in the queue",
     "start": "Starting",
     "download": "Downloading the model",
-    "tokenise": "Tokenising the data",
+    "tokenize": "Tokenizing the data",
     "load": "Loading the model",
     "train": "Training",
     "evaluate": "Evaluating",

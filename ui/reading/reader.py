@@ -50,7 +50,7 @@ class RunReader:
         Raises:
             ConfigError: it is being deleted.
         """
-        row = self._known.summarise()
+        row = self._known.summarize()
         if row is None:
             raise ConfigError(f"run {self.name} is being deleted")
         return row

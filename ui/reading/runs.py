@@ -32,7 +32,7 @@ class Runs:
         with self._lock:
             self._known = {name: self._known.get(name) or KnownRun(self._root / name) for name in names}
             known = list(self._known.values())
-        rows = [row for one in known if (row := one.summarise()) is not None]
+        rows = [row for one in known if (row := one.summarize()) is not None]
         return sorted(rows, key=lambda row: (row.begin_s or row.update_s or 0.0, row.name), reverse=True)
 
     def get(self, name: str) -> RunReader:

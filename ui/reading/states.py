@@ -25,7 +25,7 @@ _LOG_BYTES = 1 << 14  # at the end of a log, in which its last word is
 LIVE_STATES = ("queued", "starting", "running", "stopping")
 
 _ENDS = ("done", "failed", "stopped")
-_STARTS = ("", "start", "download", "tokenise", "load")
+_STARTS = ("", "start", "download", "tokenize", "load")
 _GRACE_S = 30.0  # between the wish for a run and its process
 _FILE_CLOCK_S = 0.1  # by so much the time of a file may lag behind the clock
 # Saved and stopped; ended at once by SIGHUP, SIGINT, SIGQUIT, SIGTERM, which people and schedulers send.

@@ -39,8 +39,8 @@ class Summary:
 
     Attributes:
         state: queued, starting, running, stopping, done, stopped, failed or dead.
-        quantization: the format of its base; None where it is not quantised.
-        phase: queue, start, download, tokenise, load, train, evaluate, save, done, failed or stopped.
+        quantization: the format of its base; None where it is not quantized.
+        phase: queue, start, download, tokenize, load, train, evaluate, save, done, failed or stopped.
         eta_s: until its training ends.
         update_s: when it was last heard of.
         error: why it failed, was stopped, or is taken for dead.
@@ -81,7 +81,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _RUN_FILES)
 
 
-def summarise(folder: Path, now_s: float | None = None) -> Summary:
+def summarize(folder: Path, now_s: float | None = None) -> Summary:
     """Return a run in one row."""
     state = find_state(folder, now_s)
     options = read_options(folder)
@@ -122,14 +122,14 @@ class KnownRun:
         self._folder = folder
         self._ended: tuple[tuple[int, ...], Summary] | None = None
 
-    def summarise(self) -> Summary | None:
+    def summarize(self) -> Summary | None:
         """Return the run in one row; None where it is being deleted."""
         ended = self._ended
         stamp = _stamp(self._folder)
         if ended is not None and ended[0] == stamp and find_owner(self._folder) is None:
             return ended[1]
         try:
-            row = summarise(self._folder)
+            row = summarize(self._folder)
         except OSError:
             return None
         self._ended = None if row.is_live else (stamp, row)
@@ -166,14 +166,14 @@ def read_options(folder: Path) -> dict[str, Any]:
 
 
 def find_quantization(options: Mapping[str, Any]) -> str | None:
-    """Return the format of a run's base, with what its scales are in; None where it is not quantised."""
+    """Return the format of a run's base, with what its scales are in; None where it is not quantized."""
     aliases = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
     found = [name for alias, name in aliases.items() if options.get(alias) is True]
     given = _to_text(options.get("quantization"))
     if given not in (None, "none"):
         found = [given]
     is_double = options.get("bnb_4bit_use_double_quant") is True
-    return found[0] + (" with double quantisation" if is_double else "") if found else None
+    return found[0] + (" with double quantization" if is_double else "") if found else None
 
 
 def count_ranks(status: Mapping[str, Any], options: Mapping[str, Any]) -> int | None:

@@ -33,7 +33,7 @@ _SECRETS = (
 
 
 def tame(text: str) -> str:
-    """Return lines as a terminal leaves them: without colours, with what `\\r` overwrites gone, and nothing unseen."""
+    """Return lines as a terminal leaves them: without colors, with what `\\r` overwrites gone, and nothing unseen."""
     if "\x1b" in text:
         text = _ESCAPES.sub("", text)
     if "\r" in text:
@@ -42,7 +42,7 @@ def tame(text: str) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Return a text with tokens, passwords and keys hidden. Tame it first: a colour inside of a token would hide it."""
+    """Return a text with tokens, passwords and keys hidden. Tame it first: a color inside of a token would hide it."""
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)
     return text

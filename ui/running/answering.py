@@ -84,7 +84,7 @@ def _serve(idle_s: float) -> None:
             say({"answer": answer})
         except UserError as error:
             say({"error": str(error)})
-        except Exception as error:  # planning and tokenising run the model's own code, which may raise anything
+        except Exception as error:  # planning and tokenizing run the model's own code, which may raise anything
             logging.exception("no answer to %s", question)
             reason = (str(error).strip() or "no reason is given").splitlines()[0]
             say({"error": f"this cannot be told ({type(error).__name__}: {reason})"})

@@ -51,7 +51,7 @@ class End:
     num_tokens: int
     seconds: float
     is_cut: bool
-    is_cancelled: bool
+    is_canceled: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Turn:
     asker: str
     open_sources: set[str]
     events: SimpleQueue[Event | ConfigError | None] = field(default_factory=SimpleQueue)
-    is_cancelled: bool = False
+    is_canceled: bool = False
 
 
 class Chat:
@@ -166,8 +166,8 @@ class Chat:
         with self._changed:
             for turn in [*self._waiting, self._turn]:
                 if turn is not None and turn.asker == asker:
-                    turn.is_cancelled = True
-            if self._turn is not None and self._turn.is_cancelled:
+                    turn.is_canceled = True
+            if self._turn is not None and self._turn.is_canceled:
                 self._send({"cancel": True})
             self._changed.notify_all()
 
@@ -192,12 +192,12 @@ class Chat:
         """Send a question if it is its turn; else say, after some time, for what it waits."""
         with self._changed:
             is_free = self._is_ready and self._turn is None
-            if not is_free and self._end_reason is None and not turn.is_cancelled:
+            if not is_free and self._end_reason is None and not turn.is_canceled:
                 self._changed.wait(_WATCH_INTERVAL_S)
                 is_free = self._is_ready and self._turn is None
             if self._end_reason is not None:
                 raise ConfigError(f"not answered: {self._end_reason}")
-            if turn.is_cancelled:
+            if turn.is_canceled:
                 turn.events.put(None)
                 return None
             if is_free:
@@ -214,7 +214,7 @@ class Chat:
     def _leave(self, turn: _Turn) -> None:
         with self._changed:
             self._waiting.remove(turn)
-            if self._turn is turn and not turn.is_cancelled:
+            if self._turn is turn and not turn.is_canceled:
                 self._send({"cancel": True})
 
     def _send(self, request: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ _ALONE_S = 30.0
 _PATIENCE_S = 20.0  # more than a launcher itself takes to kill ranks that do not end
 _RESUME_WORDS = ("--resume_from_checkpoint", "auto", "--overwrite_output_dir", "false")
 _USER_ERROR = 2
-_NOT_TRAINING = ("", "queue", "start", "download", "tokenise", "load")
+_NOT_TRAINING = ("", "queue", "start", "download", "tokenize", "load")
 
 
 def start_run(root: Path, name: str, config_yaml: str) -> None:

@@ -1,7 +1,7 @@
 """Merges, verifications and uploads: processes of their own, which outlive the web UI, and what became of them.
 
 A job is a folder in `<root>/.jobs`: `job.json` (what), `output.log`, `process.json` (who), `exit.json` (how it ended),
-and `cancelled` where a person has asked for its end.
+and `canceled` where a person has asked for its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .packing import list_adapter_files
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _FACTS_NAME, _LOG_NAME, _PROCESS_NAME, _EXIT_NAME = "job.json", "output.log", "process.json", "exit.json"
-_CANCELLED_NAME = "cancelled"
+_CANCELLED_NAME = "canceled"
 _MOST_ENDED = 100
 _TAIL_BYTES = 16384
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -47,7 +47,7 @@ class Job:
     """A command in the background, and what became of it.
 
     Attributes:
-        state: running, done, failed, cancelled, or lost: it has ended, and nobody knows how.
+        state: running, done, failed, canceled, or lost: it has ended, and nobody knows how.
         exit_code: 128 + n where signal n ended it; None while it runs, and of one that is lost.
         progress: from 0 to 1, where it tells.
         last_line: the last that it has said, fit to be shown.
@@ -185,13 +185,13 @@ def _read_job(folder: Path) -> Job | None:
     if not ended and not is_running:
         ended = read_json(folder / _EXIT_NAME)  # it may have ended between the two
     exit_code = ended.get("exit_code")
-    is_cancelled = (folder / _CANCELLED_NAME).exists()
+    is_canceled = (folder / _CANCELLED_NAME).exists()
     if is_running:
         state = "running"
     elif exit_code == 0:
         state = "done"
-    elif is_cancelled:
-        state = "cancelled"
+    elif is_canceled:
+        state = "canceled"
     else:
         state = "lost" if exit_code is None else "failed"
     log = folder / _LOG_NAME

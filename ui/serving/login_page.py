@@ -27,7 +27,7 @@ def render_login(target: str, user: str = "", is_wrong: bool = False) -> str:
     """Return the page.
 
     Args:
-        target: the page to go to afterwards, relative; empty for the first.
+        target: the page to go to afterward, relative; empty for the first.
         user: what was typed before.
         is_wrong: whether that, or the password with it, was wrong.
     """

@@ -22,7 +22,7 @@ from ...runtime.devices import VisibleGpus, build_environment, choose_ranks, fin
 from ...runtime.failures import Failure, record_failure
 from ...runtime.importing import quick_imports
 from ...runtime.output import RESULT_FILE_VARIABLE, give
-from .checks import Check, has_failed, merge_ranks, report, summarise
+from .checks import Check, has_failed, merge_ranks, report, summarize
 from .machine import check_machine
 
 __all__ = ["diagnose"]
@@ -82,7 +82,7 @@ def _check_here(options: DoctorOptions, arguments: Sequence[str]) -> int:
     if failure is not None and failure.is_stop:
         return failure.exit_code
     logs = f"; the ranks' logs: {logs_dir}" if failure else ""
-    print(json.dumps(report(checks), indent=1) if options.as_json else summarise(checks) + logs, flush=True)
+    print(json.dumps(report(checks), indent=1) if options.as_json else summarize(checks) + logs, flush=True)
     return int(has_failed(checks))
 
 
@@ -119,7 +119,7 @@ def _hand_over_failure(checks: Sequence[Check]) -> None:
 
 
 def _give(rank: int, checks: Sequence[Check], options: DoctorOptions) -> None:
-    lines = [*(check.render() for check in checks), summarise(checks)]
+    lines = [*(check.render() for check in checks), summarize(checks)]
     give(rank, report(checks), "\n".join(lines), options.as_json)
 
 

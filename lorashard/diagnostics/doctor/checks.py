@@ -78,7 +78,7 @@ def has_failed(checks: Sequence[Check]) -> bool:
     return any(check.result == "FAIL" for check in checks)
 
 
-def summarise(checks: Sequence[Check]) -> str:
+def summarize(checks: Sequence[Check]) -> str:
     """Say in a line how many checks went wrong."""
     failed, warned = (sum(check.result == result for check in checks) for result in ("FAIL", "warn"))
     if not failed and not warned:

@@ -111,7 +111,7 @@ def _check_files(name: str) -> list[Verdict]:
     if lora_b:
         text = f"lora_B is zero in {len(dead) or 'none'} of {len(lora_b)} adapted layers"
         text += f": {shorten(dead)}" if dead else ""
-        verdicts.append(Verdict("learnt", text, is_right=len(dead) < len(lora_b)))
+        verdicts.append(Verdict("learned", text, is_right=len(dead) < len(lora_b)))
     return verdicts
 
 
@@ -168,7 +168,7 @@ def _check_base(subject: _Subject, options: VerifyOptions) -> Verdict:
     text = "the one that the adapter was trained on" if is_same else "another one, as allow_base_mismatch allows"
     other = read_quantization_of(subject.folder)
     if other != quantization:
-        form = f"{form or ', not quantised'} here, and {describe_quantization(other)} when it was trained"
+        form = f"{form or ', not quantized'} here, and {describe_quantization(other)} when it was trained"
     return Verdict("base", f"{subject.base} is {text}{form}", facts={"is_known": True, "is_same": is_same})
 
 

@@ -127,7 +127,7 @@ def _run_plain(
 ) -> tuple[Gradients, Gradients]:
     """Return the gradients of transformers' own model with PEFT's own adapter, of two runs.
 
-    A base that is to be quantised has the plain weights that its quantised ones unpack to.
+    A base that is to be quantized has the plain weights that its quantized ones unpack to.
     """
     with _quiet_transformers():  # which would list every tensor of the layers that are left out
         config = read_model_config(folder, options.trust_remote_code)

@@ -140,7 +140,7 @@ def empty(tensors):
 @pytest.mark.parametrize(
     "change, check, words",
     [
-        (zero_all, "learnt", "lora_B"),
+        (zero_all, "learned", "lora_B"),
         (put_nan, "files", "layers.2.self_attn.q_proj.lora_A.weight"),
         (drop_one, "keys", "layers.1.self_attn.v_proj"),
         (add_prefix, "files", "_orig_mod"),
@@ -223,7 +223,7 @@ def test_merge_of_another_faint_adapter_is_found(task, tmp_path):
 
 
 def test_incomplete_merged_model_is_found(task, tmp_path):
-    """Plain transformers initialises what is missing, and says so in a warning."""
+    """Plain transformers initializes what is missing, and says so in a warning."""
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(task / "base"), task / "adapter")
     merged.merge_and_unload().save_pretrained(tmp_path / "merged")
     file = tmp_path / "merged" / "model.safetensors"

@@ -145,7 +145,7 @@ def check_what_must_go_on(rank: int) -> list:
         return one_step(model)
 
     def cached(model: PeftModel) -> Results:
-        """The keys and values of a prompt that is learnt, say."""
+        """The keys and values of a prompt that is learned, say."""
         torch.manual_seed(9)
         pairs = [[torch.randn(2, 2, 3, 8).requires_grad_() for _ in range(2)] for _ in range(NUM_LAYERS)]
         model(**make_batch(tokens=9), past_key_values=DynamicCache(pairs)).loss.backward()
@@ -203,7 +203,7 @@ def test_a_projection_listed_after_the_layers_that_runs_before_is_reached():
 
 
 def test_a_pass_that_reaches_no_layer_leaves_no_floor_behind():
-    """A layer that somebody calls alone afterwards would run without gradients."""
+    """A layer that somebody calls alone afterward would run without gradients."""
     model = lorashard.shard(build_model(target_modules=["lm_head"]), "replicate")
     one_step(model)
     layer = model.get_base_model().model.layers[0]

@@ -371,7 +371,7 @@ def check_packed(rank: int) -> dict[str, dict[str, int]]:
 
 
 def test_packed_bytes_are_what_is_gathered_copied_and_kept():
-    """Numbers unpacked before they are sent, or kept beside their bytes, would cost as much as an unquantised base."""
+    """Numbers unpacked before they are sent, or kept beside their bytes, would cost as much as an unquantized base."""
     (found, _) = run_ranks(check_packed, 2)
     per_number = {
         "none": 2,
@@ -380,7 +380,7 @@ def test_packed_bytes_are_what_is_gathered_copied_and_kept():
     }
     for name, expected in per_number.items():
         used = WIDE_NUMEL * expected + NORMS_NUMEL * 2
-        assert used <= found[name]["used"] <= used + 7 * 8, name  # of double quantisation an offset for each weight
+        assert used <= found[name]["used"] <= used + 7 * 8, name  # of double quantization an offset for each weight
     rows = 128 + 64 + 64 + 128 + 2 * 352 + 128
     for name in ("int8", "fp8"):
         assert found[name]["used"] == WIDE_NUMEL + 4 * rows + NORMS_NUMEL * 2
@@ -388,7 +388,7 @@ def test_packed_bytes_are_what_is_gathered_copied_and_kept():
     assert ratios["nf4"] > 3.5 and ratios["nf4 double"] > 3.6 and min(ratios["int8"], ratios["fp8"]) > 1.9, ratios
 
 
-def test_quantisation_loses_no_parameter_and_shrinks_what_is_moved():
+def test_quantization_loses_no_parameter_and_shrinks_what_is_moved():
     """Catches a model of 8 B told as one of 2, and parts that take as much room as the numbers did."""
     base = build_sized("llama", torch.bfloat16)
     plain, *packed = [measure_model(build_meta(base), quantization) for quantization in (None, *FORMATS)]

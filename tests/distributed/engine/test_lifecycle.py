@@ -121,7 +121,7 @@ def test_equal_counts_of_different_units_are_found():
 
 
 class Stash(torch.autograd.Function):
-    """Keeps a weight on ctx, as some quantised kernels do: it escapes saved-tensor hooks."""
+    """Keeps a weight on ctx, as some quantized kernels do: it escapes saved-tensor hooks."""
 
     @staticmethod
     def forward(ctx, hidden, weight):

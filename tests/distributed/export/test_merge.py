@@ -375,7 +375,7 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path, monkeypatch, error):
     """Litter beside the target after Ctrl-C."""
     base = save_base(tmp_path / "base", "llama")
     adapter = save_adapter(tmp_path / "adapter", base)
-    monkeypatch.setattr(writing.TensorWriter, "write", writing.TensorWriter.write)  # put back afterwards
+    monkeypatch.setattr(writing.TensorWriter, "write", writing.TensorWriter.write)  # put back afterward
     fail_on(0, 0, error)
     with pytest.raises(type(error)):
         merge_checkpoint(adapter, tmp_path / "new" / "deep" / "out", base)

@@ -121,7 +121,7 @@ def _save_sharded(base: Path, folder: Path, world_size: int = 2) -> None:
 
 
 def test_adapter_carries_what_servers_and_plain_peft_need(tmp_path):
-    """No wrapper's prefix, target modules spelt out, the base's path whole, and the hash of each of its files."""
+    """No wrapper's prefix, target modules spelled out, the base's path whole, and the hash of each of its files."""
     base = tmp_path / "base"
     build_base(num_hidden_layers=LAYERS).save_pretrained(base, max_shard_size="40KB")
     _save_sharded(base, tmp_path / "adapter")

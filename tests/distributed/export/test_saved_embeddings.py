@@ -126,7 +126,7 @@ def resume(rank: int, folder: Path, out: Path) -> list[bool]:
 
 
 def test_resuming_takes_the_embeddings_of_the_checkpoint(tmp_path, bases):
-    """New rows are drawn: a run that goes on with others than it has learnt with goes on from elsewhere."""
+    """New rows are drawn: a run that goes on with others than it has learned with goes on from elsewhere."""
     build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path / "checkpoint")
     state = TrainerState(global_step=1, max_steps=1, train_batch_size=8)  # no step is left
     state.save_to_json(str(tmp_path / "checkpoint" / "trainer_state.json"))

@@ -249,7 +249,7 @@ class Script:
     def refuse(self, reason: str) -> None:
         self.refused.append(reason)
 
-    def is_cancelled(self) -> bool:
+    def is_canceled(self) -> bool:
         return False
 
     def ignore(self, *told: object) -> None:

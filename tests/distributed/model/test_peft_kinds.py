@@ -60,7 +60,7 @@ class Case:
         return cls(**usual | self.options)
 
 
-def _initialise_eva(model: PeftModel) -> None:
+def _initialize_eva(model: PeftModel) -> None:
     batches = [make_batch(seed=seed) for seed in range(3)]
     # Gathered, the ranks' inputs would be another data set than that of the one process to compare with.
     initialize_lora_eva_weights(model, batches, gather_distributed_inputs=False, show_progress_bar=False)
@@ -101,7 +101,7 @@ def _list_lora_cases() -> Iterator[tuple[str, Case]]:
         draws_ahead = label == "monteclora_config"
         yield f"LORA {label}".strip(), Case(options=given, draws_ahead=draws_ahead, is_fast=label in fast)
     eva = {"init_lora_weights": "eva", "r": 2, "eva_config": lora_config.EvaConfig(rho=1.0)}
-    yield "LORA init_lora_weights: eva", Case(options=eva, prepare=_initialise_eva)
+    yield "LORA init_lora_weights: eva", Case(options=eva, prepare=_initialize_eva)
 
 
 CASES = dict(_list_lora_cases()) | {

@@ -1,6 +1,6 @@
-"""LoftQ on a quantised base, PiSSA's residual in its files, and what is refused.
+"""LoftQ on a quantized base, PiSSA's residual in its files, and what is refused.
 
-That adapters begin from the quantised numbers, and train as on them, the exactness ladder shows.
+That adapters begin from the quantized numbers, and train as on them, the exactness ladder shows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | options)
 
 
-def dequantise(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight after bitsandbytes has quantised it to nf4 and back."""
+def dequantize(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight after bitsandbytes has quantized it to nf4 and back."""
     packed, state = bnb.quantize_4bit(weight.contiguous().view(-1, 64), quant_type="nf4", blocksize=64)
     return bnb.dequantize_4bit(packed, state).view(weight.shape)
 
@@ -51,7 +51,7 @@ def check_loftq(rank: int, folder: Path) -> list[str]:
     wrong = [] if model.peft_config["default"].init_lora_weights is True else ["the config would begin LoftQ anew"]
     for path, module in layers.named_modules():
         if isinstance(module, nn.Linear):
-            lost = module.weight.data.float() - dequantise(module.weight.data)
+            lost = module.weight.data.float() - dequantize(module.weight.data)
             made = _low_rank_decomposition(lost, reduced_rank=8)
             for part, expected in (("lora_A", made["R"]), ("lora_B", made["L"])):
                 name = f"base_model.model.model.layers.{path}.{part}.default.weight"
@@ -61,7 +61,7 @@ def check_loftq(rank: int, folder: Path) -> list[str]:
 
 
 def test_loftq_begins_as_peft_computes_it(tmp_path):
-    """Of the original weights alone, or of the quantised ones alone, there is nothing to make up for."""
+    """Of the original weights alone, or of the quantized ones alone, there is nothing to make up for."""
     save_bases(tmp_path)
     assert run_ranks(check_loftq, 2, tmp_path) == [[], []]
 
@@ -79,8 +79,8 @@ def save_residual(folder: Path) -> None:
     model.unload().save_pretrained(folder / "residual")
 
 
-def test_a_residual_of_pissa_is_quantised_as_in_memory(tmp_path):
-    """Quantising the original weights instead would count the adapter's part twice."""
+def test_a_residual_of_pissa_is_quantized_as_in_memory(tmp_path):
+    """Quantizing the original weights instead would count the adapter's part twice."""
     save_residual(tmp_path)
     options: dict[str, Any] = {"dtype": torch.float32, "is_trainable": True, "quantization": "nf4"}
     loaded = lorashard.load_adapter(tmp_path / "pissa_init", str(tmp_path / "residual"), "host", **options)
@@ -96,19 +96,19 @@ def check_reading(rank: int) -> None:
         weight + 1
 
 
-def test_a_sharded_weight_of_a_quantised_base_cannot_be_read():
+def test_a_sharded_weight_of_a_quantized_base_cannot_be_read():
     """Catches bytes of four-bit numbers, or zeros, that are taken for the weight."""
     assert run_ranks(check_reading, 2) == [None, None]
 
 
-def quantised_elsewhere() -> PeftModel:
+def quantized_elsewhere() -> PeftModel:
     base = build_base(num_hidden_layers=1)
     layer = base.model.layers[0].self_attn
     layer.o_proj = Linear4bit(32, 32, bias=False)
     return get_peft_model(base, lora())
 
 
-def test_what_cannot_be_quantised_or_initialised_is_refused(tmp_path):
+def test_what_cannot_be_quantized_or_initialized_is_refused(tmp_path):
     """Each of these would train something else than was asked for, or fail in the middle of loading."""
     save_bases(tmp_path)
     path = str(tmp_path / "dense")
@@ -129,11 +129,11 @@ def test_what_cannot_be_quantised_or_initialised_is_refused(tmp_path):
         (lambda: lorashard.load(path, loftq(r=200), quantization="nf4"), "at most 64"),
         (
             lambda: lorashard.load(path, loftq(target_modules=["lm_head"]), quantization="nf4"),
-            "no quantised weight",
+            "no quantized weight",
         ),
         (lambda: lorashard.load(path, lora(init_lora_weights="corda"), quantization="nf4"), "to lorashard.shard"),
-        (lambda: lorashard.shard(quantised_elsewhere(), quantization="nf4"), "Params4bit"),
-        (lambda: lorashard.shard(quantised_elsewhere()), "lorashard.load"),
+        (lambda: lorashard.shard(quantized_elsewhere(), quantization="nf4"), "Params4bit"),
+        (lambda: lorashard.shard(quantized_elsewhere()), "lorashard.load"),
         (lambda: lorashard.load(path, lora(), quantization="nf4", torch_compile=True), "torch_compile: the weights"),
         (lambda: lorashard.shard(put_in_memory({}), quantization="int8", torch_compile=True), "int8"),
         (

@@ -64,7 +64,7 @@ def name_as_in_base(name: str) -> str:
 
 
 @torch.no_grad()
-def quantise(model: PeftModel) -> None:
+def quantize(model: PeftModel) -> None:
     """Replace the linear weights of decoder layers by what bitsandbytes' nf4 makes of them."""
     for name, weight in model.named_parameters():
         if ".layers." in name and weight.dim() == 2 and "lora_" not in name:
@@ -115,7 +115,7 @@ MORE = tuple(f"{name} {kind}" for name in CASES for kind in (None, "nf4") if f"{
 
 @pytest.mark.parametrize("chosen", [QUICK, slow(MORE)], ids=["quick", "more"])
 def test_a_derived_base_and_training_on_it_equal_plain_peft(base, chosen):
-    """A residual of another scale, or made of weights that are quantised already, begins as another model; random
+    """A residual of another scale, or made of weights that are quantized already, begins as another model; random
     numbers that are drawn in another order, as a second decomposition would, give another adapter."""
     expected: dict[str, Results] = {}
     residuals: dict[str, Results] = {}
@@ -124,7 +124,7 @@ def test_a_derived_base_and_training_on_it_equal_plain_peft(base, chosen):
         residuals[name] = {name_as_in_base(key): value.clone() for key, value in model.state_dict().items()}
         expected[f"{name} None"] = train(model)
         model = put_on_plain(base, options, torch.bfloat16)
-        quantise(model)
+        quantize(model)
         expected[f"{name} nf4"] = train(model)
     expected = {name: expected[name] for name in chosen}
     assert run_ranks(compare, 2, base, expected, residuals) == [{}] * 2
@@ -167,7 +167,7 @@ def test_what_is_saved_belongs_to_its_base(base, tmp_path):
         plain = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
         plain = PeftModel.from_pretrained(plain, tmp_path / quantization)
         if quantization == "nf4":
-            quantise(plain)
+            quantize(plain)
         with torch.no_grad():
             assert torch.equal(plain(**make_batch()).logits, found[quantization])
         lorashard.merge(tmp_path / quantization, tmp_path / f"{quantization} merged")
@@ -244,7 +244,7 @@ def test_what_cannot_be_derived_is_refused_in_a_line(base, monkeypatch):
     build_base(**SIZES).save_pretrained(base)
     (base / "model.safetensors.index.json").unlink()
     rewrite(base, to_fp8, FP8)
-    with pytest.raises(ConfigError, match="unquantised"):
+    with pytest.raises(ConfigError, match="unquantized"):
         load()
 
 
@@ -258,19 +258,19 @@ def train_disturbed(model: PeftModel) -> dict[str, torch.Tensor]:
     return take_gradients(model) | {"loss": loss.detach()}
 
 
-def convert(rank: int, folder: str, initialisation: str) -> list[str]:
+def convert(rank: int, folder: str, initialization: str) -> list[str]:
     """Save a PiSSA adapter converted to one for the base's own files, with and without sharding."""
     saved = []
     for is_sharded in (False, True):
         torch.manual_seed(7)
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=initialisation, task_type="CAUSAL_LM")
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=initialization, task_type="CAUSAL_LM")
         model = get_peft_model(build_base(num_hidden_layers=2), config)
-        out = Path(folder) / f"{initialisation} {is_sharded} {rank}"
+        out = Path(folder) / f"{initialization} {is_sharded} {rank}"
         model.peft_config["default"].init_lora_weights = True
         model.save_pretrained(str(out / "first"))
         model = lorashard.shard(model, "shard") if is_sharded else model
         train_disturbed(model)
-        model.peft_config["default"].init_lora_weights = initialisation
+        model.peft_config["default"].init_lora_weights = initialization
         model.save_pretrained(str(out), path_initial_model_for_weight_conversion=str(out / "first"))
         saved.append(load_file(out / "adapter_model.safetensors"))
         converted = PeftModel.from_pretrained(build_base(num_hidden_layers=2), str(out))

@@ -1,4 +1,4 @@
-"""A quantised base on the disk: a cache that is asked for, made once, told apart, and never half."""
+"""A quantized base on the disk: a cache that is asked for, made once, told apart, and never half."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def list_files(cache: Path) -> dict[Path, tuple[int, int]]:
 
 
 def check_cache(rank: int, folder: str, cache: Path, formats: dict[str, object]) -> list:
-    """Load without a cache, making one, and from it; say what differs, and what was written or quantised again."""
+    """Load without a cache, making one, and from it; say what differs, and what was written or quantized again."""
     quantize, num_quantized = sources.quantize_parts, [0]
 
     def counted(*args):
@@ -109,14 +109,14 @@ def check_cache(rank: int, folder: str, cache: Path, formats: dict[str, object])
         for options, expected in zip(placements, plain, strict=True):
             found = take_bytes(load(folder, quantization, **options))
             wrong += [] if is_equal(found, expected) else [(name, options)]
-        wrong += [(name, "quantised again")] if num_quantized[0] or not at_first else []
+        wrong += [(name, "quantized again")] if num_quantized[0] or not at_first else []
         wrong += [] if list_files(cache) == made else [(name, "written again")]
         torch.distributed.barrier()
     return wrong
 
 
 @pytest.mark.parametrize("world_size, formats", ((2, QUICK), slow(2, OTHERS), slow(1, QUICK | OTHERS)))
-def test_the_cache_has_the_bytes_of_quantising_and_is_made_once(folder, cache, world_size, formats):
+def test_the_cache_has_the_bytes_of_quantizing_and_is_made_once(folder, cache, world_size, formats):
     """A shard from the wrong place of a file, or two processes that write one file, give wrong weights in silence."""
     assert run_ranks(check_cache, world_size, folder, cache, formats) == [[]] * world_size
     assert len([path for path in cache.iterdir() if path.is_dir()]) == len(formats)
@@ -217,6 +217,6 @@ def check_experts(rank: int, folder: str, formats: dict[str, object]) -> list[st
 
 
 @pytest.mark.parametrize("formats", (QUICK, slow(OTHERS)), ids=("quick", "others"))
-def test_quantised_experts_rest_anywhere(tmp_path, formats):
+def test_quantized_experts_rest_anywhere(tmp_path, formats):
     """Experts are stored one by one and kept together: blocks of one must not be scaled by another's."""
     assert run_ranks(check_experts, 2, save_base(tmp_path / "mixtral", "mixtral"), formats) == [[]] * 2

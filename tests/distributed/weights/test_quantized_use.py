@@ -1,4 +1,4 @@
-"""An adapter of a quantised base on ranks: it answers, merges and verifies as plain transformers and PEFT have it."""
+"""An adapter of a quantized base on ranks: it answers, merges and verifies as plain transformers and PEFT have it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """A base, one whose weights went through nf4, and an adapter that was made on the quantised one."""
+    """A base, one whose weights went through nf4, and an adapter that was made on the quantized one."""
     transformers_logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("task")
     # bitsandbytes' CPU kernel is wrong where a row is shorter than a block of 64.
@@ -40,7 +40,7 @@ def task(tmp_path_factory) -> Path:
         if isinstance(module, torch.nn.Linear):
             packed = functional.quantize_4bit(module.weight.data, quant_type="nf4")
             module.weight.data = functional.dequantize_4bit(*packed)
-    model.save_pretrained(folder / "dequantised")
+    model.save_pretrained(folder / "dequantized")
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     made = lorashard.load(str(folder / "base"), config, "replicate", dtype=BF16, device=CPU, quantization="nf4")
     disturb(made)
@@ -49,7 +49,7 @@ def task(tmp_path_factory) -> Path:
 
 
 def load_reference(task: Path) -> PeftModel:
-    base = AutoModelForCausalLM.from_pretrained(task / "dequantised", dtype=BF16)
+    base = AutoModelForCausalLM.from_pretrained(task / "dequantized", dtype=BF16)
     return PeftModel.from_pretrained(base, task / "adapter").eval()
 
 
@@ -58,7 +58,7 @@ def load_reference(task: Path) -> PeftModel:
     ((2, ("shard", "file")), slow(2, ("auto", "host")), slow(1, ("auto", "replicate", "file"))),
 )
 def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_size, placements):
-    """The base as its files have it, where the adapter knows a quantised one; ranks that write halves of it."""
+    """The base as its files have it, where the adapter knows a quantized one; ranks that write halves of it."""
     ids = torch.tensor([[5, 6, 7], [1, 2, 3]])
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)
     reference = load_reference(task)
@@ -88,7 +88,7 @@ def verify_here(result: Path, *words: object) -> Any:
     return json.loads(result.read_text()) if result.exists() else {}
 
 
-def test_verifying_knows_the_quantised_base(task, tmp_path):
+def test_verifying_knows_the_quantized_base(task, tmp_path):
     """A merged model that are held against the base as its files have it."""
     lorashard.merge(task / "adapter", tmp_path / "merged")
     lorashard.merge(task / "adapter", tmp_path / "original", quantization="none")
@@ -105,7 +105,7 @@ def test_verifying_knows_the_quantised_base(task, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_are_verified_on_the_quantised_base(task, tmp_path):
+def test_gradients_are_verified_on_the_quantized_base(task, tmp_path):
     """A reference on the base as its files have it differs in each gradient."""
 
     def body(rank):

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are quantised: bitsandbytes' bytes are the base, others are dequantised, on several ranks."""
+"""Checkpoints whose files are quantized: bitsandbytes' bytes are the base, others are dequantized, on several ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4 twice": NF4 | dict(bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=torch.bfloat16),
     "int8": dict(load_in_8bit=True),
 }
-# bitsandbytes multiplies with quantised activations in int8, and adds up in another order in nf4.
+# bitsandbytes multiplies with quantized activations in int8, and adds up in another order in nf4.
 LOGITS_TOLERANCE = {"nf4": 0.02, "nf4 twice": 0.02, "int8": 0.1}
 IDS = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 LORA: dict[str, Any] = dict(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -80,7 +80,7 @@ def use(rank: int, folder: Path, weights: Reference, logits: torch.Tensor, toler
         read_bytes(self, tensor, begin, end, out)
 
     def refuse(*args: Any) -> None:
-        raise AssertionError("a stored weight was dequantised while it was read")
+        raise AssertionError("a stored weight was dequantized while it was read")
 
     Checkpoint.read_bytes, PackedTensor.make = count, refuse  # type: ignore[method-assign]
     torch.manual_seed(3)
@@ -108,7 +108,7 @@ def use(rank: int, folder: Path, weights: Reference, logits: torch.Tensor, toler
 
 @pytest.mark.parametrize("world_size, placement", [(2, "shard"), slow(2, "file"), slow(1, "replicate")])
 def test_stored_bytes_are_the_base(checkpoints, world_size, placement, own_cache):
-    """Quantising anew would move numbers by a level; a wrong byte of a scale would move 64 of them; a rank that read
+    """Quantizing anew would move numbers by a level; a wrong byte of a scale would move 64 of them; a rank that read
     all would show in the bytes; a file home that converted would not map the files."""
     for name, (folder, weights, logits) in checkpoints.items():
         read = run_ranks(use, world_size, folder, weights, logits, LOGITS_TOLERANCE[name], placement)
@@ -121,7 +121,7 @@ def test_stored_bytes_are_the_base(checkpoints, world_size, placement, own_cache
 
 
 def test_another_format_is_refused(checkpoints):
-    """Quantised from int8 to nf4 the base would be worse than either, and nobody would know."""
+    """Quantized from int8 to nf4 the base would be worse than either, and nobody would know."""
     folder = checkpoints["int8"][0]
     with pytest.raises(ConfigError, match="int8.* nf4"):
         lorashard.load(str(folder), LoraConfig(**LORA), "replicate", device=torch.device("cpu"), quantization="nf4")
@@ -136,9 +136,9 @@ def train_shared(rank: int, folder: Path, quantization: str | None) -> dict[str,
 
 
 @pytest.mark.parametrize("quantization", ["nf4", slow(None)])
-def test_an_mxfp4_base_trains_as_its_dequantised_copy(quantization, tmp_path):
+def test_an_mxfp4_base_trains_as_its_dequantized_copy(quantization, tmp_path):
     """The copy is what plain transformers makes of it. A rank has ranges of experts that are stored transposed, and
-    quantises them anew from there."""
+    quantizes them anew from there."""
     stored, plain = save_stored(tmp_path / "stored", "GPT-OSS"), tmp_path / "plain"
     model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.bfloat16)
     vars(model.config).pop("quantization_config", None)

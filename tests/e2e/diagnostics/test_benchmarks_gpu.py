@@ -54,7 +54,7 @@ def check_contender(found: dict) -> None:
 
 @pytest.mark.slow
 def test_everything_runs_and_contenders_compute_alike(run, tmp_path):
-    """A GPU is at hand for minutes: a run that dies of a misspelt key there measures nothing."""
+    """A GPU is at hand for minutes: a run that dies of a misspelled key there measures nothing."""
     folder = tmp_path / "base"
     record, table = run(tmp_path / "record.json", "--folder", str(folder))
     for name in ("peft", "replicate", "host", "file", "host_nf4", "fsdp2"):
@@ -65,9 +65,9 @@ def test_everything_runs_and_contenders_compute_alike(run, tmp_path):
     assert record["bars"]["loss difference from plain PEFT"] == {"found": 0, "at_most": 0.01, "is_met": True}
     assert all(batch["largest_loss_difference"] == 0 for batch in host["batches"].values())
     assert record["bars"]["host's use of the link, 16 tokens"]["is_met"] is None
-    quantised = record["contenders"]["host_nf4"]["batches"]["16"]
-    assert 0 < quantised["copied_bytes_per_step"] < host["batches"]["16"]["copied_bytes_per_step"]
-    assert 0 < quantised["unpacking_share"] < 1
+    quantized = record["contenders"]["host_nf4"]["batches"]["16"]
+    assert 0 < quantized["copied_bytes_per_step"] < host["batches"]["16"]["copied_bytes_per_step"]
+    assert 0 < quantized["unpacking_share"] < 1
     assert list(record["unpacking"]) == ["nf4", "nf4, torch", "nf4, double", "int8", "fp8"]
     assert record["unpacking"]["nf4, torch"]["is_equal"]
     assert record["checks"]["two_gloo_ranks"]["differing"] == 0

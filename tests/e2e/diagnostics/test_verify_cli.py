@@ -58,7 +58,8 @@ def test_a_good_adapter_and_a_good_engine_are_said_to_be_good(task):
             assert list(lines) == ["model", "sharded", "reference", "gradients"]
             assert lines["gradients"].startswith("equal: 28 gradients of 2 layers")
         else:
-            assert list(lines) == ["files", "learnt", "keys", "base", "merged files", "rows", "logits", "merged logits"]
+            checks = ["files", "learned", "keys", "base", "merged files", "rows", "logits", "merged logits"]
+            assert list(lines) == checks
             assert lines["rows"].endswith("of the run's dataset rows.jsonl")
 
 

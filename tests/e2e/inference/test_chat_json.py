@@ -23,7 +23,7 @@ MANY_TOKENS = 3000
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """A folder with a run's adapter and its base, which knows enough positions for an answer to be cancelled."""
+    """A folder with a run's adapter and its base, which knows enough positions for an answer to be canceled."""
     return build_task(tmp_path_factory.mktemp("task"), num_positions=2 * MANY_TOKENS)
 
 
@@ -99,7 +99,7 @@ def test_each_source_keeps_its_conversation(task, plain, ranks):
         adapter = talk(task, plain, ["w20 w21", "w22"])
         assert program.hear_answer("base")[0] == base[0] != adapter[0]
         text, end = program.hear_answer("adapter")
-        assert text == adapter[0] and end["num_tokens"] == NEW_TOKENS and end["is_cut"] and not end["is_cancelled"]
+        assert text == adapter[0] and end["num_tokens"] == NEW_TOKENS and end["is_cut"] and not end["is_canceled"]
         assert "contents" in program.hear()["error"]
         assert program.hear()["error"].startswith("temperature: ")
         text, end = program.hear_answer("adapter")
@@ -116,17 +116,17 @@ def test_each_source_keeps_its_conversation(task, plain, ranks):
 
 
 @pytest.mark.parametrize("ranks", EVERY_PLACE)
-def test_an_answer_can_be_cancelled(task, plain, ranks):
-    """Catches ranks that go on or hang when rank 0 stops, a cancelled request whose other source answers after all,
+def test_an_answer_can_be_canceled(task, plain, ranks):
+    """Catches ranks that go on or hang when rank 0 stops, a canceled request whose other source answers after all,
     and a question that is lost because it came with the cancellation."""
     with talk_with(task, ["runs/answers", *ranks]) as program:
         program.ask({"content": "w30", "sources": ["adapter", "base"], "max_new_tokens": MANY_TOKENS})
         assert program.hear()["source"] == "adapter"
         program.ask({"conversations": {"adapter": [{"role": "user", "content": "w30"}]}}, {"cancel": True})
         end = program.hear_answer("adapter")[1]
-        assert end["is_cancelled"] and 0 < end["num_tokens"] < MANY_TOKENS
+        assert end["is_canceled"] and 0 < end["num_tokens"] < MANY_TOKENS
         text, end = program.hear_answer("base")
-        assert text == "" and end["is_cancelled"] and end["num_tokens"] == 0
+        assert text == "" and end["is_canceled"] and end["num_tokens"] == 0
         assert program.hear_answer("adapter")[0] == talk(task, plain, ["w30"])[0]
         program.process.stdin.close()
 

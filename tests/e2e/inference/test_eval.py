@@ -1,4 +1,4 @@
-"""`lorashard eval` as a person runs it: real processes, an adapter that has learnt to answer some of the questions."""
+"""`lorashard eval` as a person runs it: real processes, an adapter that has learned to answer some of the questions."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CHATML = (
 WORDS = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "user", "assistant", *(f"w{i}" for i in range(60))]
 SPECIAL = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 # Completions of different lengths; the last four are other ones than those that the adapter learns.
-LEARNT = [(f"w{i} w{i + 20}", " ".join(f"w{40 + (i + j) % 20}" for j in range(1 + i % 3))) for i in range(10)]
-ASKED = LEARNT[:7] + [(prompt, f"{completion} w0") for prompt, completion in LEARNT[6:]]
+LEARNED = [(f"w{i} w{i + 20}", " ".join(f"w{40 + (i + j) % 20}" for j in range(1 + i % 3))) for i in range(10)]
+ASKED = LEARNED[:7] + [(prompt, f"{completion} w0") for prompt, completion in LEARNED[6:]]
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -43,14 +43,14 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """A folder with a base, its tokenizer, an adapter that has learnt answers by heart, and questions."""
+    """A folder with a base, its tokenizer, an adapter that has learned answers by heart, and questions."""
     folder = tmp_path_factory.mktemp("task")
     tokenizer = make_tokenizer(WORDS, **SPECIAL)
     tokenizer.save_pretrained(folder / "base")
     build_base(vocab_size=len(WORDS), num_hidden_layers=2, eos_token_id=1).save_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     model = add_lora(base, r=16, modules_to_save=["lm_head"]).train()
-    batch = tokenizer([f"{p} {c} </s>" for p, c in LEARNT], padding=True, padding_side="right", return_tensors="pt")
+    batch = tokenizer([f"{p} {c} </s>" for p, c in LEARNED], padding=True, padding_side="right", return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     labels[:, :2] = -100
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

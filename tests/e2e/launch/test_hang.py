@@ -67,7 +67,7 @@ def watch(module):
         return overdue
     count_and_mark.is_watched = True
     Silences.count = count_and_mark
-    prepare._build = slow("tokenise", prepare._build)
+    prepare._build = slow("tokenize", prepare._build)
     module.api.load = slow("load", module.api.load)
     trl.SFTTrainer.training_step = slow("train", trl.SFTTrainer.training_step)
     trl.SFTTrainer.prediction_step = slow("evaluate", trl.SFTTrainer.prediction_step)
@@ -129,7 +129,7 @@ class Training:
         self.run = out / "run"
         paths = [str(task / "site"), os.environ.get("PYTHONPATH", "")]
         ours = {
-            "HF_HOME": str(out / "hf"),  # no run finds the rows that another has tokenised
+            "HF_HOME": str(out / "hf"),  # no run finds the rows that another has tokenized
             "ACCELERATE_USE_CPU": "true",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PAUSES": json.dumps(pauses),
@@ -156,7 +156,7 @@ class Training:
         if not list(self.marks.glob(f"{phase}_?")) or not all(file.exists() for file in files):
             return False
         found = [place for file in files for place in json.loads(file.read_text())]
-        return all(name == phase and (step is not None or phase == "tokenise") for name, step in found)
+        return all(name == phase and (step is not None or phase == "tokenize") for name, step in found)
 
     def find_processes(self) -> list[psutil.Process]:
         """Return what the launcher has started and is alive, whoever its parent is now."""
@@ -202,7 +202,7 @@ def start(task: Path, tmp_path: Path) -> Iterator[Callable[..., Training]]:
 @pytest.mark.parametrize(
     ("phase", "is_real", "place"),
     [
-        slow("tokenise", False, "'tokenise', at "),
+        slow("tokenize", False, "'tokenize', at "),
         ("train", False, "'train' of step 1, at "),
         slow("train", True, "'train' of step 1, at "),
     ],
@@ -280,15 +280,15 @@ def test_a_run_that_was_suspended_goes_on(start: Callable[..., Training]) -> Non
 
 
 def test_long_work_is_no_silence(start: Callable[..., Training]) -> None:
-    """Catches an alarm while one rank tokenises, loads or evaluates for longer than the time, and the other waits."""
+    """Catches an alarm while one rank tokenizes, loads or evaluates for longer than the time, and the other waits."""
     long_s = TIMEOUT_S * 1.5
-    pauses = {"tokenise": long_s, "load_1": long_s, "evaluate_0": long_s}
+    pauses = {"tokenize": long_s, "load_1": long_s, "evaluate_0": long_s}
     training = start(LORASHARD, pauses, max_steps=1, eval_strategy="steps", eval_steps=1, max_eval_samples=4)
 
     assert training.finish() == 0, training.read_log()
     marks = {mark.name for mark in training.marks.iterdir()}
     assert {"load_1", "evaluate_0"} < marks
-    assert len([name for name in marks if name.startswith("tokenise_")]) == 1
+    assert len([name for name in marks if name.startswith("tokenize_")]) == 1
 
 
 def test_a_collective_that_ends_by_its_timeout_tells_where_ranks_stood(start: Callable[..., Training]) -> None:

@@ -17,30 +17,30 @@ from lorashard.launch.elastic import run_ranks
 RANK = r"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
-folder, behaviour, word = sys.argv[1:]
+folder, behavior, word = sys.argv[1:]
 rank = int(os.environ["RANK"])
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}: 50%\r100% of {word}", flush=True)
 print("on stderr", file=sys.stderr)
-if behaviour == "stubborn":
+if behavior == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if behaviour == "orphan" and rank == 1:
+if behavior == "orphan" and rank == 1:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder], start_new_session=True)
 Path(folder, f"pid_{rank}").write_text(str(os.getpid()))
 while not Path(folder, "pid_0").exists() or not Path(folder, "pid_1").exists():
     time.sleep(0.02)
-if behaviour == "user_error":
+if behavior == "user_error":
     from lorashard.errors import ConfigError
     from lorashard.runtime.failures import record_failure
     record_failure(ConfigError("the rows are bad"), exit_code=2, is_plain=True)
     sys.exit(2)
-if rank == 1 and behaviour == "raise":
+if rank == 1 and behavior == "raise":
     raise ValueError("boom")
-if rank == 1 and behaviour == "exit_2":
+if rank == 1 and behavior == "exit_2":
     print("lorashard: error: the rows are bad")
     sys.exit(2)
-if rank == 1 and behaviour == "orphan":
+if rank == 1 and behavior == "orphan":
     sys.exit(1)
-if behaviour != "end":
+if behavior != "end":
     time.sleep(600)
 """
 
@@ -71,17 +71,17 @@ def test_ranks_that_end_end_the_run(start: Callable[[str], Launch], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "code", "message"),
+    ("behavior", "code", "message"),
     [
         ("raise", 1, "error: rank 1 failed: ValueError: boom (exit code 1, log: {log})"),
         ("exit_2", 2, "error: the rows are bad (rank 1, log: {log})"),
     ],
 )
 def test_a_failing_rank_ends_all_and_is_named(
-    start: Callable[[str], Launch], tmp_path: Path, behaviour: str, code: int, message: str
+    start: Callable[[str], Launch], tmp_path: Path, behavior: str, code: int, message: str
 ) -> None:
     """Catches a rank that waits forever for one that is gone, and a failure that is not explained."""
-    found_code, _, stderr = start(behaviour).finish()
+    found_code, _, stderr = start(behavior).finish()
 
     log = tmp_path / "rank_1.log"
     assert found_code == code

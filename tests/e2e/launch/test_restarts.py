@@ -152,7 +152,7 @@ def test_a_restart_goes_on_with_its_own_checkpoints_alone(monkeypatch: pytest.Mo
     begun = RunConfig(**options, resume_from_checkpoint=elsewhere)
 
     Status.begin(run)
-    Run(run, 0, 1).status.enter("tokenise")
+    Run(run, 0, 1).status.enter("tokenize")
     assert go_on(overwriting) == overwriting
     delete(run / "checkpoint-5")  # as a run does that overwrites
     Run(run, 0, 1).begin("", None)
@@ -163,10 +163,10 @@ def test_a_restart_goes_on_with_its_own_checkpoints_alone(monkeypatch: pytest.Mo
     make_checkpoint(run / "checkpoint-5")
     assert go_on(begun).resume_from_checkpoint == "auto"
 
-    Run(run, 0, 1).status.enter("tokenise")  # the restart dies before it has begun
+    Run(run, 0, 1).status.enter("tokenize")  # the restart dies before it has begun
     assert go_on(begun).resume_from_checkpoint == "auto"
     Status.begin(run)
-    Run(run, 0, 1).status.enter("tokenise")  # another run, in the same folder
+    Run(run, 0, 1).status.enter("tokenize")  # another run, in the same folder
     assert go_on(begun).resume_from_checkpoint == elsewhere
 
 

@@ -47,7 +47,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def make_rows(seed: int, num_rows: int) -> list[list[int]]:
-    """Return rows in which a word is followed by the next one, most of the time: few of them are soon overlearnt."""
+    """Return rows in which a word is followed by the next one, most of the time: few of them are soon overlearned."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(2, 40, (num_rows,), generator=generator)
     noise = torch.randint(2, VOCAB_SIZE, (num_rows, 12), generator=generator)

@@ -201,7 +201,7 @@ merger.merge_checkpoint(*map(Path, sys.argv[1:4]))
 
 @pytest.mark.parametrize("when", ["before", pytest.param("in the middle", marks=pytest.mark.slow)])
 def test_a_merge_that_does_not_fit_leaves_nothing_and_says_what_it_takes(tmp_path, disk, when):
-    """An hour of work for a model that cannot fit; half a model that loads; room that is still taken afterwards."""
+    """An hour of work for a model that cannot fit; half a model that loads; room that is still taken afterward."""
     base = build_base(hidden_size=128)
     base.save_pretrained(tmp_path / "base")
     add_lora(base).save_pretrained(tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""`lorashard finetune` with PiSSA on a quantised base: stopped, and resumed where the derived base is gone."""
+"""`lorashard finetune` with PiSSA on a quantized base: stopped, and resumed where the derived base is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lorashard finetune` on a quantised base, against TRL on plain PEFT over the dequantised model: step by step."""
+"""`lorashard finetune` on a quantized base, against TRL on plain PEFT over the dequantized model: step by step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def make_env(task: Path) -> dict[str, str]:
 
 
 def dequantize_base(task: Path, folder: Path, quantization: Quantization) -> Path:
-    """Write the base with the numbers that its quantised weights stand for: each weight in one piece."""
+    """Write the base with the numbers that its quantized weights stand for: each weight in one piece."""
     quantizer = make_quantizer(quantization)
     model = AutoModelForCausalLM.from_pretrained(task / "base", dtype=torch.float32)
     kinds = (nn.Linear, nn.Embedding) if quantization.has_vocabulary else nn.Linear
@@ -120,7 +120,7 @@ def train_plainly(rank: int, task: Path, base: Path, name: str) -> list[dict]:
 
 
 def check_answers(task: Path, run: Path) -> None:
-    """Compare what the adapter says on its quantised base with what plain transformers says with the merged model."""
+    """Compare what the adapter says on its quantized base with what plain transformers says with the merged model."""
     rows = DEMO_ROWS.read_text().splitlines()[:4]
     prompts = [json.loads(row)["messages"][:1] for row in rows]
     (task / "prompts.jsonl").write_text("".join(json.dumps({"messages": prompt}) + "\n" for prompt in prompts))
@@ -149,9 +149,9 @@ def is_same_adapter(found: dict[str, torch.Tensor], expected: dict[str, torch.Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "asked"), CASES)
-def test_a_run_on_a_quantised_base_is_plain_trl_on_the_dequantised_one(task, tmp_path, method, asked):
+def test_a_run_on_a_quantized_base_is_plain_trl_on_the_dequantized_one(task, tmp_path, method, asked):
     """An option that is lost on its way to the base, a rank that unpacks other numbers, a reference that is not the
-    quantised base, and, for the first, a checkpoint that goes on with another base, and answers or a merged model that
+    quantized base, and, for the first, a checkpoint that goes on with another base, and answers or a merged model that
     are those of another."""
     quantization = QuantizationOptions(**asked).resolve_quantization()
     base = dequantize_base(task, tmp_path / "base", quantization)
@@ -163,14 +163,14 @@ def test_a_run_on_a_quantised_base_is_plain_trl_on_the_dequantised_one(task, tmp
     losses = list(read_losses(out).values())
     assert losses == [line["loss"] for line in logged if "loss" in line] and losses[-1] < losses[0]
     assert is_same_adapter(load_file(out / "adapter_model.safetensors"), adapter)
-    assert f"GiB of frozen base, quantised to {quantization.format}" in result.stdout
+    assert f"GiB of frozen base, quantized to {quantization.format}" in result.stdout
     assert f"quantization: {quantization.format}\n" in (out / "config.yaml").read_text()
     if method != "sft" or quantization.format != "nf4":
         return
     check_answers(task, out)
     checkpoint = f"{out}/checkpoint-{SAVE_STEPS}"
     refused = finetune(task, method, tmp_path / "other", resume_from_checkpoint=checkpoint)
-    assert refused.returncode == 2 and "quantised to nf4" in refused.stderr
+    assert refused.returncode == 2 and "quantized to nf4" in refused.stderr
     shutil.rmtree(out / f"checkpoint-{STEPS}")  # as a run that was killed leaves its folder
     resumed = finetune(task, method, out, resume_from_checkpoint=True, placement="replicate", **asked)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

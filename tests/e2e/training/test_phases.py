@@ -1,4 +1,4 @@
-"""What a run's folder says while it downloads, tokenises, loads and trains, and when it is ended or saves in each."""
+"""What a run's folder says while it downloads, tokenizes, loads and trains, and when it is ended or saves in each."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_run_whose_model_is_not_there_says_so_in_its_folder(begin: Callable, t
 
 
 def make_many_rows(task: Path) -> Path:
-    """Return a dataset that takes seconds to tokenise."""
+    """Return a dataset that takes seconds to tokenize."""
     many = task / "many.jsonl"
     if not many.exists():
         many.write_text((task / "rows.jsonl").read_text() * 300)
@@ -134,7 +134,7 @@ def make_many_rows(task: Path) -> Path:
 
 MOMENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "start": lambda status: status.get("phase") == "start",
-    "tokenise": lambda status: status.get("phase") == "tokenise" and status["progress"],
+    "tokenize": lambda status: status.get("phase") == "tokenize" and status["progress"],
     "load": lambda status: status.get("phase") == "load",
     "train": lambda status: status.get("phase") == "train" and status["step"] > 0,
 }
@@ -143,9 +143,9 @@ MOMENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize(
     ("phase", "number"),
     [
-        ("tokenise", signal.SIGKILL),
+        ("tokenize", signal.SIGKILL),
         slow("start", signal.SIGQUIT),
-        slow("tokenise", signal.SIGQUIT),
+        slow("tokenize", signal.SIGQUIT),
         slow("load", signal.SIGQUIT),
         ("train", signal.SIGQUIT),
         slow("train", signal.SIGKILL),
@@ -156,12 +156,12 @@ def test_a_run_that_is_ended_at_once_is_known_as_such(
 ):
     """Ranks that outlive their launcher, a core, a folder that says that the run lives or is owned by somebody."""
     run = tmp_path / "run"
-    dataset = make_many_rows(task) if phase == "tokenise" else task / "rows.jsonl"
+    dataset = make_many_rows(task) if phase == "tokenize" else task / "rows.jsonl"
     options = make_options(task, "run", output_dir=run, dataset=dataset, max_steps=100_000)
     # A forked launcher has ranks before anybody can see that it has none.
     process = begin(["finetune", *options, "--cpu", 2], is_real=phase == "start", HF_HOME=str(tmp_path / "hf"))
     status = wait_for(process, run, MOMENTS[phase])
-    if phase == "tokenise":
+    if phase == "tokenize":
         progress = status["progress"]
         assert progress["unit"] == "rows" and 0 < progress["done"] < progress["total"]
     assert find_owner(run).pid == process.pid

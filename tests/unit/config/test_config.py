@@ -32,8 +32,8 @@ def test_tables_name_real_options() -> None:
     assert set(PINNED_OPTIONS) <= set(read_trainer_options())
     assert not set(HINTS) & (set(known) | set(ALIASES))
     assert not set(REFUSED_OPTIONS) & set(RunConfig.model_fields)
-    spelt_anew = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
-    assert not (set(ALIASES) - spelt_anew) & set(known)
+    spelled_anew = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    assert not (set(ALIASES) - spelled_anew) & set(known)
 
 
 def test_data_options_are_those_of_the_data() -> None:
@@ -150,7 +150,7 @@ def test_resolved_yaml_reads_back_to_the_same_run(tmp_path: Path) -> None:
         ["--quantization", "nf4", "--load-in-4bit", "--double_quantization"],
     ],
 )
-def test_a_quantised_base_by_any_name_is_resolved_to_one(tmp_path: Path, words: list[str]) -> None:
+def test_a_quantized_base_by_any_name_is_resolved_to_one(tmp_path: Path, words: list[str]) -> None:
     """Catches an alias that leads nowhere, and a resolved configuration that says none where it was 4 bits."""
     config = resolve(*words)
     assert config.resolve_quantization() == Quantization("nf4", double_quant=True)
@@ -169,7 +169,7 @@ def test_home_is_expanded_as_the_trainer_does() -> None:
 
 
 def test_defaults_are_those_that_work_for_lora() -> None:
-    """Catches a default that drifts, one that TRL refuses, and an option spelt for another version of transformers."""
+    """Catches a default that drifts, one that TRL refuses, and an option of another version of transformers."""
     from trl import SFTConfig
 
     config = resolve()
@@ -230,7 +230,7 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["-gpus", "4"], "found '-gpus'"),
         (["--trainer", "x"], "option 'trainer'"),
         (["--quantization", "fp4"], "quantization: .*'none', 'nf4', 'int8', 'fp8', .*mean 'nf4'"),
-        (["--quantisation", "nf4"], "quantisation.*'quantization'"),
+        (["--quantization", "nf4"], "quantization.*'quantization'"),
         (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .*int8 and nf4"),
         (["--quantization", "none", "--load_in_4bit"], "load_in_4bit .*quantization: none"),
         (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant .*nf4, found int8"),
@@ -379,6 +379,6 @@ def test_torch_compile_is_lorashards_own():
     [({"format": "nf5"}, "nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
 )
 def test_a_quantization_of_a_script_is_checked_as_an_option_is(options, message):
-    """A misspelt format would quietly be another one, and a second quantisation of no scales is none."""
+    """A misspelled format would quietly be another one, and a second quantization of no scales is none."""
     with pytest.raises(ConfigError, match=message):
         Quantization(**options)

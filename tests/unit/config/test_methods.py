@@ -154,7 +154,7 @@ def test_rows_reach_the_trainer_as_they_are(tmp_path, method, row):
     prepared = prepare(DataOptions(dataset=str(path)), make_tokenizer(CHATML), tmp_path / "cache", METHODS[method])
     assert prepared.train.to_list() == Dataset.from_list(rows).to_list()
     assert prepared.report.rows_kept == 300 and prepared.report.is_chat == isinstance(row.get("prompt"), list)
-    assert f"TRL's {METHODS[method].trainer_class} tokenises them" in prepared.report.summary()
+    assert f"TRL's {METHODS[method].trainer_class} tokenizes them" in prepared.report.summary()
     assert (prepared.report.longest_tokens > 0) == (method == "grpo")
 
 
@@ -289,7 +289,7 @@ def test_every_own_option_belongs_to_a_method():
 
 @pytest.mark.parametrize("method", [m for m in METHODS.values() if m.losses], ids=lambda method: method.name)
 def test_losses_are_those_that_trl_names(method):
-    """TRL finds a misspelt loss in the first step, with the base loaded; and a new one must not be refused."""
+    """TRL finds a misspelled loss in the first step, with the base loaded; and a new one must not be refused."""
     path = Path(importlib.util.find_spec("trl").submodule_search_locations[0], "trainer", f"{method.name}_config.py")
     source = path.read_text(encoding="utf-8")
     field = source[source.index("    loss_type: ") :]

@@ -14,7 +14,7 @@ from helpers.data import (
     LLAMA3,
     MISTRAL,
     chat,
-    find_learnt,
+    find_supervised,
     make_tokenizer,
     write_jsonl,
 )
@@ -35,7 +35,7 @@ def prepare_messages(conversations: list[list[dict]], tokenizer, folder: Path, *
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
 @pytest.mark.parametrize(
-    ("template", "eos_token", "learnt"),
+    ("template", "eos_token", "supervised"),
     [
         (CHATML_MARKED, "</s>", ["72.<|im_end|>\n", "24 clips 🦙<|im_end|>\n"]),
         (CHATML, "</s>", ["72.<|im_end|>\n", "24 clips 🦙<|im_end|>\n"]),
@@ -44,13 +44,13 @@ def prepare_messages(conversations: list[list[dict]], tokenizer, folder: Path, *
         (CLOSING, "<|im_end|>", ["72.<|im_end|>\n", "24 clips 🦙<|im_end|>\n</s>"]),
     ],
 )
-def test_only_what_the_assistant_says_is_learnt(
-    tmp_path: Path, kind: str, template: str, eos_token: str, learnt: list[str]
+def test_only_what_the_assistant_says_is_supervised(
+    tmp_path: Path, kind: str, template: str, eos_token: str, supervised: list[str]
 ) -> None:
     """Catches a header or a user's words in the loss, and an end-of-turn token left out of it."""
     tokenizer = make_tokenizer(template, kind, eos_token)
     prepared = prepare_messages([CONVERSATION], tokenizer, tmp_path)
-    assert [text.lstrip(" ") for text in find_learnt(prepared.train[0], tokenizer)] == learnt
+    assert [text.lstrip(" ") for text in find_supervised(prepared.train[0], tokenizer)] == supervised
     assert prepared.report.num_unended_turns == 0
 
 
@@ -79,21 +79,21 @@ def test_incremental_rendering_equals_generation_markers(
     assert found.train[:] == expected.train[:]
 
 
-def test_system_and_tool_messages_are_not_learnt(tmp_path: Path) -> None:
+def test_system_and_tool_messages_are_not_supervised(tmp_path: Path) -> None:
     """Catches a mask of everything that is not the user's."""
     tokenizer = make_tokenizer(CHATML)
     call = {"role": "assistant", "content": "weather?"}
     messages = [*chat("Hi", system="Be short."), call, {"role": "tool", "content": "sunny"}, *chat("", "Good.")[1:]]
-    learnt = find_learnt(prepare_messages([messages], tokenizer, tmp_path).train[0], tokenizer)
-    assert learnt == ["weather?<|im_end|>\n", "Good.<|im_end|>\n"]
+    supervised = find_supervised(prepare_messages([messages], tokenizer, tmp_path).train[0], tokenizer)
+    assert supervised == ["weather?<|im_end|>\n", "Good.<|im_end|>\n"]
 
 
-def test_end_of_turn_outside_of_markers_is_learnt(tmp_path: Path) -> None:
+def test_end_of_turn_outside_of_markers_is_supervised(tmp_path: Path) -> None:
     """Catches a model that never learns to stop, because its template's markers leave out the token for it."""
     tokenizer = make_tokenizer(CHATML_MARKED_SHORT)
     prepared = prepare_messages([CONVERSATION, chat("a", "b ")], tokenizer, tmp_path)
-    assert find_learnt(prepared.train[0], tokenizer) == ["72.<|im_end|>", "24 clips 🦙<|im_end|>"]
-    assert find_learnt(prepared.train[1], tokenizer) == ["b <|im_end|>"]
+    assert find_supervised(prepared.train[0], tokenizer) == ["72.<|im_end|>", "24 clips 🦙<|im_end|>"]
+    assert find_supervised(prepared.train[1], tokenizer) == ["b <|im_end|>"]
     assert prepared.report.num_unended_turns == 0
 
 
@@ -110,7 +110,7 @@ def test_opened_thought_does_not_move_the_turn(tmp_path: Path) -> None:
     """Catches a turn that starts too late where the generation prompt opens a thought that the turn does not have."""
     tokenizer = make_tokenizer(CHATML.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}"))
     prepared = prepare_messages([CONVERSATION], tokenizer, tmp_path)
-    assert find_learnt(prepared.train[0], tokenizer) == ["72.<|im_end|>\n", "24 clips 🦙<|im_end|>\n"]
+    assert find_supervised(prepared.train[0], tokenizer) == ["72.<|im_end|>\n", "24 clips 🦙<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(

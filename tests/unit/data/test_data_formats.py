@@ -1,4 +1,4 @@
-"""Rows are read with their places, recognised by their columns, and refused with a reason."""
+"""Rows are read with their places, recognized by their columns, and refused with a reason."""
 
 import json
 import tracemalloc
@@ -126,7 +126,7 @@ def test_folder_without_split_names_is_all_train(tmp_path: Path) -> None:
 def test_a_dataset_that_is_not_there_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
-    """Catches a misspelt path looked up on the hub, or a library's traceback for a file that is not what it says."""
+    """Catches a misspelled path looked up on the hub, or a library's traceback for a file that is not what it says."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("a")
     (tmp_path / "empty").mkdir()
@@ -192,7 +192,7 @@ def test_reading_takes_the_memory_of_a_row(tmp_path: Path) -> None:
         ("meta text", False, "text"),
     ],
 )
-def test_format_is_recognised_by_its_columns(columns: str, has_chat_template: bool, name: str) -> None:
+def test_format_is_recognized_by_its_columns(columns: str, has_chat_template: bool, name: str) -> None:
     """Catches a format taken for another because of a column more."""
     rows = [{columns.split()[0]: "x"}, dict.fromkeys(columns.split(), "x")]  # the first row lacks columns
     assert detect_format(rows, has_chat_template).name == name
@@ -202,7 +202,7 @@ def test_format_is_recognised_by_its_columns(columns: str, has_chat_template: bo
 
 @pytest.mark.parametrize("columns", ["prompt chosen rejected", "question image answer", "story"])
 def test_unknown_columns_are_refused(columns: str) -> None:
-    """Catches a guess, or an error that does not say what was found and what is recognised."""
+    """Catches a guess, or an error that does not say what was found and what is recognized."""
     expected = "only text" if "image" in columns else f"found {', '.join(columns.split())}; expected messages, conv"
     with pytest.raises(DataError, match=expected):
         detect_format([dict.fromkeys(columns.split(), "x")], True)
@@ -247,7 +247,7 @@ GOOD = {
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "wrong type", "found a number"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "wrong type", "not text"),
         ("messages", {"messages": [{"role": "user", "content": "b", "weight": 0}]}, "unsupported field", "weight 0"),
-        ("messages", {"messages": chat("a")}, "nothing supervised", "to be learnt"),
+        ("messages", {"messages": chat("a")}, "nothing supervised", "to be supervised"),
         ("messages", {"messages": chat("a", "b"), "tools": "{"}, "wrong type", "`tools`"),
         ("messages", {"messages": chat("a", "b"), "tools": {"a": 1}}, "wrong type", "`tools`"),
         ("messages", {"messages": chat("a", "b"), "chat_template_kwargs": "a"}, "wrong type", "object"),

@@ -288,7 +288,7 @@ def test_losses_that_do_not_suit_the_rows_are_refused(tmp_path: Path) -> None:
     [{"packing": True, "max_length": None}, {"packing": True, "truncation_mode": "keep_end"}, {"max_lenght": 5}],
 )
 def test_options_that_cannot_work_are_refused(options: dict) -> None:
-    """Catches a misspelt option, and packing options that TRL ignores or fails on late."""
+    """Catches a misspelled option, and packing options that TRL ignores or fails on late."""
     with pytest.raises(ValidationError):
         DataOptions(dataset="a.jsonl", **options)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from helpers.data import CHATML, LLAMA3, chat, find_learnt, make_tokenizer, write_jsonl
+from helpers.data import CHATML, LLAMA3, chat, find_supervised, make_tokenizer, write_jsonl
 
 from lorashard.config.data_options import DataOptions
 from lorashard.data.prepare import prepare
@@ -29,7 +29,7 @@ def test_token_texts_join_to_the_decoded_whole(kind: str) -> None:
     assert len(split_text(ids[:20], tokenizer)) == 20  # cut within a character
 
 
-def test_preview_marks_what_is_learnt(tmp_path: Path) -> None:
+def test_preview_marks_what_is_supervised(tmp_path: Path) -> None:
     """Catches a preview that shows other marks than training has, and a bad row left out of it."""
     tokenizer = make_tokenizer(CHATML)
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS), on_bad_row="skip")
@@ -37,14 +37,14 @@ def test_preview_marks_what_is_learnt(tmp_path: Path) -> None:
     row = prepare(options, tokenizer, tmp_path / "cache").train[0]
     assert first.num_tokens == len(row["input_ids"])
     assert first.num_supervised_tokens == sum(label != -100 for label in row["labels"])
-    shown = "".join(f"⟦{text}⟧" if is_learnt else text for text, is_learnt in first.tokens).replace("⟧⟦", "")
-    assert [part.split("⟧")[0] for part in shown.split("⟦")[1:]] == find_learnt(row, tokenizer)
+    shown = "".join(f"⟦{text}⟧" if is_supervised else text for text, is_supervised in first.tokens).replace("⟧⟦", "")
+    assert [part.split("⟧")[0] for part in shown.split("⟦")[1:]] == find_supervised(row, tokenizer)
     assert second.tokens == [] and second.problem is not None and second.problem.startswith("nothing supervised")
     assert json.loads(json.dumps(asdict(first)))["place"] == "rows.jsonl line 1"
 
 
 def test_rendered_preview(tmp_path: Path) -> None:
-    """Catches marks that vanish without colours, and a dataset's control characters that steer the terminal.
+    """Catches marks that vanish without colors, and a dataset's control characters that steer the terminal.
 
     And a preview that hides what truncation takes away.
     """
@@ -53,7 +53,7 @@ def test_rendered_preview(tmp_path: Path) -> None:
     plain = render_preview(rows)
     assert "How many?<|im_end|>\n<|im_start|>assistant\n⟦72 🦙 clips.<|im_end|>\n⟧<|im_start|>user" in plain
     assert "rows.jsonl line 1 · messages · " in plain
-    assert "learnt: assistant turns (incremental rendering)" in plain
+    assert "supervised: assistant turns (incremental rendering)" in plain
     assert "nothing supervised" in plain.partition("rows.jsonl line 2 · messages · ")[2]
     assert "\x1b" not in plain and "␛[2J" in plain
     colored = render_preview(rows, color=True)

@@ -112,10 +112,10 @@ CASES = {
         for kind in ("bytes", "metaspace")
         for only in (None, True, False)
     },
-    # The generation prompt being learnt, or special tokens written twice.
+    # The generation prompt being supervised, or special tokens written twice.
     "chat pairs of chatml": case(chat_pairs_of(CHATS), CHATML),
     "chat pairs of llama": case(chat_pairs_of(CHATS), LLAMA3),
-    # The prompt's assistant turns, or what the user says in a completion, being learnt.
+    # The prompt's assistant turns, or what the user says in a completion, being supervised.
     "turns of completions": case(SPLITS, CHATML_MARKED, assistant_only_loss=True),
     # Assistant turns found a token off with markers.
     "messages bytes": case(messages_of(CHATS), CHATML_MARKED, trl=ASSISTANT),

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from lorashard.cli import main
 from lorashard.config.use_options import DoctorOptions
 from lorashard.diagnostics.doctor import machine
-from lorashard.diagnostics.doctor.checks import Check, has_failed, merge_ranks, summarise
+from lorashard.diagnostics.doctor.checks import Check, has_failed, merge_ranks, summarize
 from lorashard.diagnostics.env import (
     describe_environment,
     describe_variables,
@@ -295,5 +295,5 @@ def test_the_rank_for_which_it_went_worst_is_shown():
     merged = merge_ranks([healthy, ill])
 
     assert [check.found for check in merged] == ["rank 0: a", "rank 0: b", "rank 1: wrong bytes"]
-    assert has_failed(merged) and summarise(merged) == "1 of 3 checks failed, 2 warnings"
-    assert not has_failed(healthy) and summarise(healthy).startswith("3 checks: 2 warnings")
+    assert has_failed(merged) and summarize(merged) == "1 of 3 checks failed, 2 warnings"
+    assert not has_failed(healthy) and summarize(healthy).startswith("3 checks: 2 warnings")

@@ -208,7 +208,7 @@ def readable(source) -> Placeholder:
 
 
 def test_a_reader_gives_the_numbers_one_tensor_at_a_time(readable, source):
-    """Adapters initialised from the base read it before it is sharded; keeping what was read fills the rank."""
+    """Adapters initialized from the base read it before it is sharded; keeping what was read fills the rank."""
     numbers = source.numbers
     assert torch.equal(readable + 1, numbers + 1) and torch.equal(torch.empty(SHAPE).copy_(readable), numbers)
     assert torch.equal(readable.data.sum(dim=0), numbers.sum(dim=0))

@@ -1,4 +1,4 @@
-"""An adapter of a quantised base, used and merged: the numbers of training, against bitsandbytes and plain PEFT."""
+"""An adapter of a quantized base, used and merged: the numbers of training, against bitsandbytes and plain PEFT."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def save_trained(folder: Path, base: Path, quantization: Quantization | None, **options) -> Path:
-    """Save an adapter that was made on a quantised base and moved by what could be training."""
+    """Save an adapter that was made on a quantized base and moved by what could be training."""
     defaults = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     config = LoraConfig(**defaults | options)
     model = lorashard.load(str(base), config, "replicate", dtype=BF16, device=CPU, quantization=quantization)
@@ -59,7 +59,7 @@ def save_trained(folder: Path, base: Path, quantization: Quantization | None, **
 
 
 def make_reference(base: Path, quantization: Quantization) -> torch.nn.Module:
-    """Return transformers' model with the weights of its layers through bitsandbytes' quantisation and back."""
+    """Return transformers' model with the weights of its layers through bitsandbytes' quantization and back."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
     for module in model.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
@@ -87,7 +87,7 @@ def read_model(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=("nf4", "nf4-double", "int8"))
-def test_merging_gives_what_peft_makes_of_the_dequantised_base(tmp_path, base, quantization, caplog):
+def test_merging_gives_what_peft_makes_of_the_dequantized_base(tmp_path, base, quantization, caplog):
     """Merging into the files' weights, into those with an adapter alone, or into nothing that training saw."""
     adapter = save_trained(tmp_path / "adapter", base, quantization)
     assert read_quantization_of(adapter) == quantization
@@ -116,7 +116,7 @@ def test_merging_gives_what_peft_makes_of_the_dequantised_base(tmp_path, base, q
 
 
 def check_requantized(folder: Path, merged: dict[str, torch.Tensor], quantization: Quantization) -> None:
-    """Load a folder with transformers and bitsandbytes, and compare every weight with the merged one, quantised."""
+    """Load a folder with transformers and bitsandbytes, and compare every weight with the merged one, quantized."""
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     names = [name for name, module in loaded.named_modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")]
     assert len(names) == 14
@@ -133,7 +133,7 @@ def check_requantized(folder: Path, merged: dict[str, torch.Tensor], quantizatio
 
 
 def test_the_dtype_of_training_decides_the_numbers(tmp_path):
-    """An fp32 checkpoint that is quantised as it lies there, where training had quantised what it became in bf16."""
+    """An fp32 checkpoint that is quantized as it lies there, where training had quantized what it became in bf16."""
     quantization = FORMATS[0]
     build_base("llama", torch.float32, **SIZES).save_pretrained(tmp_path / "base")
     adapter = save_trained(tmp_path / "adapter", tmp_path / "base", quantization)
@@ -144,7 +144,7 @@ def test_the_dtype_of_training_decides_the_numbers(tmp_path):
     assert torch.equal(found[name], expected[name].float())
 
 
-def test_a_checkpoint_that_is_stored_quantised_merges_too(tmp_path, base):
+def test_a_checkpoint_that_is_stored_quantized_merges_too(tmp_path, base):
     """Packed bytes or their scales taken for weights, or copied beside the merged ones."""
     options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     stored = AutoModelForCausalLM.from_pretrained(base, dtype=BF16, quantization_config=options)
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_is_stored_quantised_merges_too(tmp_path, base):
     check_requantized(tmp_path / "again", expected, FORMATS[0])
 
 
-def test_what_transformers_cannot_load_quantised_is_refused(tmp_path, base):
+def test_what_transformers_cannot_load_quantized_is_refused(tmp_path, base):
     """A merged model in a folder that no library reads."""
     adapter = save_trained(tmp_path / "adapter", base, FORMATS[0])
     model = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU)
@@ -176,18 +176,18 @@ def test_what_transformers_cannot_load_quantised_is_refused(tmp_path, base):
         MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
     )
     transposed = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=1, n_head=4))
-    # Their own spelling of what is dequantised is found again, whatever module holds it.
+    # Their own spelling of what is dequantized is found again, whatever module holds it.
     for name, made, target in (("experts", experts, "q_proj"), ("transposed", transposed, "c_attn")):
         made.to(BF16).save_pretrained(tmp_path / name)
         adapter = save_trained(tmp_path / f"adapter-{name}", tmp_path / name, FORMATS[0], target_modules=[target])
         with pytest.raises(ConfigError, match="linear weights alone"):
             lorashard.merge(adapter, tmp_path / "out", requantize="nf4")
         assert not (tmp_path / "out").exists()
-        lorashard.merge(adapter, tmp_path / f"merged-{name}")  # dequantised, all of it can be written
+        lorashard.merge(adapter, tmp_path / f"merged-{name}")  # dequantized, all of it can be written
         assert read_tensors(tmp_path / f"merged-{name}").keys() == read_tensors(tmp_path / name).keys()
 
 
-def test_an_adapter_remembers_how_its_base_was_quantised(tmp_path, base, caplog):
+def test_an_adapter_remembers_how_its_base_was_quantized(tmp_path, base, caplog):
     """A base that is loaded in another form than the adapter was trained on, or gone on training on, without a word."""
     double, plain = FORMATS[1], None
     adapter = save_trained(tmp_path / "adapter", base, double)
@@ -197,7 +197,7 @@ def test_an_adapter_remembers_how_its_base_was_quantised(tmp_path, base, caplog)
             model = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU, quantization=asked)
         loaded = lorashard.api.base_of(model)
         assert loaded is not None and loaded.quantization == expected
-        assert ("double quantisation" in caplog.text) == (expected != double)
+        assert ("double quantization" in caplog.text) == (expected != double)
     model.save_pretrained(tmp_path / "plain")
     assert read_quantization_of(tmp_path / "plain") is None
     identity = loaded.identity
@@ -209,7 +209,7 @@ def test_an_adapter_remembers_how_its_base_was_quantised(tmp_path, base, caplog)
 
     check_quantization(adapter, double, "the base")
     for other in (None, FORMATS[0], Quantization("int8")):
-        with pytest.raises(ConfigError, match="double quantisation"):
+        with pytest.raises(ConfigError, match="double quantization"):
             check_quantization(adapter, other, "the base")
         check_quantization(adapter, other, "the base", allow_base_mismatch=True)
 
@@ -220,7 +220,7 @@ def test_an_adapter_remembers_how_its_base_was_quantised(tmp_path, base, caplog)
             read_quantization_of(adapter)
 
 
-def test_a_model_that_was_quantised_in_memory_merges_dequantised(tmp_path, base):
+def test_a_model_that_was_quantized_in_memory_merges_dequantized(tmp_path, base):
     """A live merge that writes packed bytes, or silently other weights than those that are computed with."""
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     made = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=BF16), config)

@@ -182,7 +182,7 @@ def test_units_may_be_parts_of_layers():
     ),
 )
 def test_wrong_unit_paths_are_explained(unit_paths, message):
-    """A misspelt path that leaves its weights to the embedding, in silence."""
+    """A misspelled path that leaves its weights to the embedding, in silence."""
     with pytest.raises(ConfigError, match=f"^unit_paths: .*{message}"):
         name_units(build_model(), unit_paths)
 

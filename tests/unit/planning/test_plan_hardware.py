@@ -1,4 +1,4 @@
-"""Machines that are named, recognised or measured, and the command that plans for them."""
+"""Machines that are named, recognized or measured, and the command that plans for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def base(tmp_path: Path) -> str:
         ("Some Other Card", 140, "h200"),
     ],
 )
-def test_a_card_is_recognised_by_its_driver(name, gib, gpu_type):
+def test_a_card_is_recognized_by_its_driver(name, gib, gpu_type):
     """Catches an L40S taken for an L4, whose name it contains, and an A100 with half of its memory."""
     assert guess_gpu_type(name, gib * GIB) == gpu_type
 

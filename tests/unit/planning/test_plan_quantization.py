@@ -1,4 +1,4 @@
-"""The plan of a quantised base, from a config alone: what fits, what is said, and files that are quantised already."""
+"""The plan of a quantized base, from a config alone: what fits, what is said, and files that are quantized already."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_a_70b_in_4_bits_is_planned_for_two_cards_of_24_gb(run_plan):
     words = ("--gpu_type", "rtx4090", "--gpus", "2", "--quantization", "nf4", "--per_device_train_batch_size", "1")
     found = run_plan(LLAMA_70B, *words, "--json")
     text = render_plan(Plan.from_json(found), 2)
-    assert "70.55 B parameters, 39." in text and "quantised to nf4" in text.splitlines()[0]
+    assert "70.55 B parameters, 39." in text and "quantized to nf4" in text.splitlines()[0]
     assert "workspace" in text.splitlines()[2]
     rows = {row["placement"]["placement"]: row for row in found["rows"] if not row["placement"]["resident_layers"]}
-    assert found["quantization"] == "quantised to nf4"
+    assert found["quantization"] == "quantized to nf4"
     assert rows["shard"]["lacks"].endswith("of 21.8 GiB") and rows["host"]["lacks"] is None
     assert rows["host"]["peak_bytes"] < 12 * GIB and rows["host"]["host_bytes"] < 20 * GIB
     assert rows["host"]["workspace_bytes"] == 8192 * 28672 * 2
@@ -81,7 +81,7 @@ def save_config(folder: Path, quantization: dict[str, Any]) -> str:
     return str(folder)
 
 
-def test_files_that_are_quantised_already_are_planned_as_they_will_be_kept(run_plan, tmp_path):
+def test_files_that_are_quantized_already_are_planned_as_they_will_be_kept(run_plan, tmp_path):
     """Catches packed numbers counted as parameters, bytes that are unpacked while they are read, and modules that are
     in 16 bits in the files, as in the dynamic ones of the hub, planned in 4."""
     words = ("--gpu_type", "l4", "--gpus", "1", "--max_length", "64", "--json")
@@ -91,13 +91,13 @@ def test_files_that_are_quantised_already_are_planned_as_they_will_be_kept(run_p
         "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     }
     found = {name: run_plan(save_config(tmp_path / name, config), *words) for name, config in stored.items()}
-    assert found["nf4"]["quantization"] == "quantised to nf4"
+    assert found["nf4"]["quantization"] == "quantized to nf4"
     sizes = {None: base_bytes(None), "nf4": base_bytes(Quantization("nf4"))}
     assert found["nf4"]["rows"][0]["rest_bytes"] == sizes["nf4"]
     assert any("bitsandbytes' nf4" in note for note in found["nf4"]["notes"])
     assert found["fp8"]["quantization"] is None
     assert found["fp8"]["rows"][0]["rest_bytes"] == sizes[None] > 1.5 * sizes["nf4"]
-    assert any("fp8 in blocks of 128x128: dequantised to bfloat16" in note for note in found["fp8"]["notes"])
+    assert any("fp8 in blocks of 128x128: dequantized to bfloat16" in note for note in found["fp8"]["notes"])
     assert not any("weight files hold" in note for each in found.values() for note in each["notes"])
     skipped = found["nf4 but an MLP"]["rows"][0]["rest_bytes"] - sizes["nf4"]
     # Three weights of 64 x 32: two bytes a number, rather than a half, and scales that with padding take 256.
@@ -107,7 +107,7 @@ def test_files_that_are_quantised_already_are_planned_as_they_will_be_kept(run_p
     assert "quantization: expected nf4" in error and len(error.splitlines()) == 1
 
 
-def test_each_operation_that_reads_a_quantised_weight_unpacks_it():
+def test_each_operation_that_reads_a_quantized_weight_unpacks_it():
     """Catches time for the forward alone: a recomputed layer unpacks its weights three times, a saved one twice."""
     base = build_sized("llama", torch.bfloat16, num_hidden_layers=3)
     layer = measure_model(build_meta(base), FORMATS[0]).layers[2]
@@ -133,7 +133,7 @@ def test_experts_are_unpacked_together_where_one_operation_reads_them_all():
     assert one is not None and one.unpacked_bytes == 48 * 32 * 2
 
 
-def test_a_quantised_base_is_whole_where_it_could_not_be():
+def test_a_quantized_base_is_whole_where_it_could_not_be():
     """Catches chat that streams a base in 4 bits which would fit, and a workspace that nobody has left room for."""
     base = build_sized("llama", torch.bfloat16)
     plain, packed = (measure_model(build_meta(base), quantization) for quantization in (None, Quantization("nf4")))

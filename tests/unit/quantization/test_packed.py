@@ -1,4 +1,4 @@
-"""A quantised weight in a module: every operation sees its numbers, none keeps the memory that they are unpacked to."""
+"""A quantized weight in a module: every operation sees its numbers, none keeps the memory that they are unpacked to."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def check(read: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) 
     workspace = Workspace()
     packed, plain = pack(shape, workspace)
     other, _ = pack((50, 50), workspace, seed=1)
-    torch.cat([other, other])  # so that the workspace need not grow afterwards
+    torch.cat([other, other])  # so that the workspace need not grow afterward
     found, expected = read(packed), read(plain)
     assert found.shape == expected.shape and found.dtype == expected.dtype and found.device == expected.device
     assert found.stride() == expected.stride() or not isinstance(found, Packed)
@@ -165,7 +165,7 @@ def test_experts_are_read_as_plain_ones(name):
 def test_a_write_is_refused(name):
     """Catches a write that goes to the workspace and is lost, silently."""
     packed, plain = pack((6, 4))
-    with pytest.raises(ShardError, match="layers.0.proj.*quantised.*read-only"):
+    with pytest.raises(ShardError, match="layers.0.proj.*quantized.*read-only"):
         WRITES[name](packed)
     assert torch.equal(packed.clone(), plain)
 
@@ -250,8 +250,8 @@ def test_what_inference_mode_made_can_be_trained_with():
         assert torch.equal(found, torch.autograd.grad(functional.linear(x, plain.clone()).sum(), x)[0])
 
 
-def test_a_parametrisation_reads_the_numbers():
-    """Catches PEFT's and torch's parametrisations, which set a weight to itself, being taken for a write."""
+def test_a_parametrization_reads_the_numbers():
+    """Catches PEFT's and torch's parametrizations, which set a weight to itself, being taken for a write."""
 
     class Twice(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ def test_nf4_rounds_as_the_definition_says():
     assert Tables(CPU).round(torch.tensor([math.nan])).tolist() == [15]
 
 
-def test_quantised_scales_are_those_of_bitsandbytes(bitsandbytes):
+def test_quantized_scales_are_those_of_bitsandbytes(bitsandbytes):
     """Catches another map, offset, block or rounding of the scales, and a sum that depends on who sums."""
     assert torch.equal(make_dynamic_map(), bitsandbytes.create_dynamic_map())
     for num_scales in (1, 7, 256, 300, 4096):
@@ -116,7 +116,7 @@ def test_quantised_scales_are_those_of_bitsandbytes(bitsandbytes):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nested_nf4_unpacks_to_the_numbers_of_bitsandbytes(bitsandbytes, dtype):
-    """Catches a product or sum in another order or precision, and a piece that takes its neighbour's scales."""
+    """Catches a product or sum in another order or precision, and a piece that takes its neighbor's scales."""
     for shape in SHAPES:
         for block_size in (32, 64, 4096):
             values = make_values(shape, dtype)
@@ -191,7 +191,7 @@ def test_fp8_is_the_nearest_of_all_256_numbers(dtype):
 
 
 @EVERY_FORMAT
-def test_quantising_stretch_by_stretch_changes_nothing(quantizer):
+def test_quantizing_stretch_by_stretch_changes_nothing(quantizer):
     """Catches a scale that depends on where a rank's stretch begins."""
     values = make_values((96, 4096))
     whole = quantizer.quantize(values.view(-1), values.shape)
@@ -227,7 +227,7 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows(quantizer, dtype):
 
 @EVERY_FORMAT
 def test_one_expert_is_what_the_whole_has_there(quantizer):
-    """Catches an expert with its neighbour's scales, and one taken although it shares a block with another."""
+    """Catches an expert with its neighbor's scales, and one taken although it shares a block with another."""
     for shape in ((5, 96, 64), (3, 64, 128), (4, 5, 9)):
         values = make_values(shape)
         parts = quantize(quantizer, values)

@@ -1,4 +1,4 @@
-"""Quantising while reading: which weights, which bytes each rank reads, and that all get what one rank would."""
+"""Quantizing while reading: which weights, which bytes each rank reads, and that all get what one rank would."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_unit(quantization: Quantization, *more: tuple[int, ...]) -> FoundUnit:
 
 
 def quantize_whole(unit: FoundUnit) -> torch.Tensor:
-    """Return the unit's buffer with each weight quantised at once."""
+    """Return the unit's buffer with each weight quantized at once."""
     layout = plan_unit(unit, 1)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     fields = iter(layout.fields)
@@ -65,7 +65,7 @@ def quantize_whole(unit: FoundUnit) -> torch.Tensor:
 
 @pytest.mark.parametrize("piece_numel", (64, 4 * 2**20))
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
-def test_shards_together_are_the_whole_quantised_at_once(quantization, piece_numel):
+def test_shards_together_are_the_whole_quantized_at_once(quantization, piece_numel):
     """A block cut in two, or a piece that lands one byte off, gives wrong numbers on some world sizes alone."""
     unit = make_unit(quantization)
     expected = quantize_whole(unit)
@@ -149,7 +149,7 @@ CHOSEN = {
 
 
 def choose(family: str, options: dict, quantization: Quantization) -> set[str]:
-    """Return the names of the modules, or of experts' weights, that would be quantised, and check their dimensions."""
+    """Return the names of the modules, or of experts' weights, that would be quantized, and check their dimensions."""
     with init_empty_weights():
         config = getattr(transformers, f"{family.partition(' ')[0]}Config")(**options)
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -162,7 +162,7 @@ def choose(family: str, options: dict, quantization: Quantization) -> set[str]:
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_linear_weights_and_experts_are_quantised_and_nothing_else(family):
+def test_linear_weights_and_experts_are_quantized_and_nothing_else(family):
     """A router in 4 bits sends tokens to other experts; experts that are left out are most of a model's bytes; short
     rows, which Gemma 3n clamps in place, take more bytes in 8 bits and a scale than they save."""
     options, expected = CHOSEN[family]
@@ -172,7 +172,7 @@ def test_linear_weights_and_experts_are_quantised_and_nothing_else(family):
     assert vocabulary == tied.get(family.partition(" ")[0], {"embed_tokens", "lm_head"})
 
 
-def test_a_head_beside_a_copy_that_trains_is_quantised():
+def test_a_head_beside_a_copy_that_trains_is_quantized():
     """A head that is left as it was since `modules_to_save` has put a copy beside it."""
     with init_empty_weights():
         base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))

@@ -31,7 +31,7 @@ def test_progress_is_written_once_a_second_and_no_more(tmp_path, monkeypatch):
     written: list[str] = []
     files = SimpleNamespace(replace=lambda path, text: written.append(text))
     status = Status(tmp_path, {}, files)
-    status.enter("tokenise")
+    status.enter("tokenize")
     for done in range(30):
         status.advance(done, 30, "rows")
         now_s[0] += 0.125
@@ -85,7 +85,7 @@ def test_ranks_go_on_with_what_the_launcher_has_said(tmp_path):
     Run(tmp_path, 0, 2).status.add(has_begun=True)
     launcher.record_restart("rank 1 died")
     rank = Run(tmp_path, 0, 2).status
-    rank.enter("tokenise")
+    rank.enter("tokenize")
     status = read(tmp_path)
     assert status["restarts"] == ["rank 1 died"] and status["has_begun"] and status["world_size"] == 2
     assert "queue" not in status and status["begin_s"] <= status["phase_begin_s"] <= status["time"]
@@ -123,10 +123,10 @@ def test_the_heartbeat_is_told_the_step_that_is_being_done(tmp_path):
     """A rank that hangs in step 8 and is said to stand in the finished step 7, or to load in step 7."""
     status = Status(tmp_path, {"step": 7}, None)
     places = []
-    for phase in ("tokenise", "train", "save"):
+    for phase in ("tokenize", "train", "save"):
         status.enter(phase)
         places.append(status.place)
-    assert places == [("tokenise", None), ("train", 8), ("save", 7)]
+    assert places == [("tokenize", None), ("train", 8), ("save", 7)]
     assert not (tmp_path / "status.json").exists()  # other ranks than the first write nothing
 
 

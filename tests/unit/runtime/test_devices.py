@@ -81,7 +81,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         ({"ACCELERATE_USE_CPU": "true"}, None),
     ],
 )
-def test_launchers_are_recognised(environ: dict[str, str], expected: Launcher | None) -> None:
+def test_launchers_are_recognized(environ: dict[str, str], expected: Launcher | None) -> None:
     """Catches ranks that start ranks of their own, and one process of accelerate's that becomes many."""
     assert find_launcher(environ) == expected
 

@@ -263,7 +263,7 @@ def test_ranks_that_were_all_stopped_go_on(group: Group) -> None:
 
 
 def compute_and_end_in_turn(rank: int, heartbeat: Heartbeat) -> None:
-    """Rank 1 is busy until rank 0 ends, which watches it, and watches afterwards."""
+    """Rank 1 is busy until rank 0 ends, which watches it, and watches afterward."""
     PLACE.append(("save", 3))
     end_s = time.monotonic() + 1.5 * TIMEOUT_S
     while time.monotonic() < end_s:

@@ -65,7 +65,7 @@ def test_a_lost_rank_is_named_with_the_way_back(tmp_path):
     ],
 )
 def test_a_failure_is_told_with_what_to_do(tmp_path, error, advice):
-    """The same advice for a full disk and for data that cannot be learnt from sends the person to the wrong place."""
+    """The same advice for a full disk and for data that cannot be learned from sends the person to the wrong place."""
     make_run(tmp_path, phase="failed", error=error)
     assert advice in find(tmp_path)[0].sentence
 

@@ -20,8 +20,8 @@ def test_smoothed_curve_is_strong_and_the_raw_one_faint_and_named_once():
     assert [trace.showlegend for trace in figure.data] == [False, None]
 
 
-def test_curves_differ_in_more_than_colour():
-    """Two of a dozen runs could not be told apart on a grey print or by a colour-blind person."""
+def test_curves_differ_in_more_than_color():
+    """Two of a dozen runs could not be told apart on a gray print or by a color-blind person."""
     figure = draw_curves([Curve(str(i), [1, 2], [i, i], [i, i]) for i in range(12)], "step", "loss")
     strong = figure.data[1::2]
     assert len({(trace.line.color, trace.line.dash) for trace in strong}) == 12
@@ -63,7 +63,7 @@ def test_a_chart_without_points_says_so():
     assert not draw_curves([Curve("loss", [1], [2.0])], "step", "").layout.annotations
 
 
-def test_a_plan_shows_what_a_quantised_base_unpacks_to_apart():
+def test_a_plan_shows_what_a_quantized_base_unpacks_to_apart():
     """It was drawn as activations, which activation checkpointing would then seem not to shrink."""
     row = {"placement": {"placement": "shard", "resident_layers": 0}, "rest_bytes": 1, "slot_bytes": 2}
     row |= {"adapter_bytes": 3, "peak_bytes": 15, "tokens_per_s": 1.0, "lacks": None}

@@ -105,7 +105,7 @@ def test_two_who_ask_share_the_model_and_not_the_answers(chats, list_children):
     long.join(20)
     other.join(20)
     ends = found["a"][1]
-    assert [end.is_cancelled for end in ends] == [True, True] and ends[0].num_tokens > 0
+    assert [end.is_canceled for end in ends] == [True, True] and ends[0].num_tokens > 0
     assert found["b"][0] == {"adapter": first["adapter"]}
 
     with pytest.raises(ConfigError, match="max_new_tokens: "):

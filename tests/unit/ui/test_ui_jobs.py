@@ -53,7 +53,7 @@ def run_python(script: str, *words: str) -> list[str]:
 
 
 def wait_for(jobs: Jobs, job_id: str, state: str) -> Job:
-    wait_until(lambda: jobs.get(job_id).state in (state, "done", "failed", "cancelled", "lost"))
+    wait_until(lambda: jobs.get(job_id).state in (state, "done", "failed", "canceled", "lost"))
     job = jobs.get(job_id)
     assert job.state == state, (job, job.log_path.read_text())
     return job
@@ -122,17 +122,17 @@ def test_progress_is_what_the_command_says(jobs):
         assert jobs.get(job_id).progress == progress, said
 
 
-def test_a_cancelled_job_ends_with_all_that_it_started(jobs):
+def test_a_canceled_job_ends_with_all_that_it_started(jobs):
     """Half a model on the disk, or ranks that go on computing it."""
     job_id = jobs.start("merge", "first", run_python(WORKER))
     job = wait_for_line(jobs, job_id, "lorashard: 3 of 12 units merged")
     assert job.progress == 0.25
     child = find_child(job)
     jobs.cancel(job_id)
-    job = wait_for(jobs, job_id, "cancelled")
+    job = wait_for(jobs, job_id, "canceled")
     assert job.last_line == "cleared up" and job.exit_code == 130
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    with pytest.raises(ConfigError, match="cancelled"):
+    with pytest.raises(ConfigError, match="canceled"):
         jobs.cancel(job_id)
 
 
@@ -146,7 +146,7 @@ def test_a_job_that_does_not_hear_is_killed(jobs):
     job_id = jobs.start("merge", "first", run_python(deaf))
     wait_for_line(jobs, job_id, "deaf")
     jobs.cancel(job_id, patience_s=0.3)
-    assert wait_for(jobs, job_id, "cancelled").exit_code == 128 + signal.SIGKILL
+    assert wait_for(jobs, job_id, "canceled").exit_code == 128 + signal.SIGKILL
 
 
 def test_a_job_that_ended_without_a_word_is_lost(jobs):
@@ -165,7 +165,7 @@ def test_a_job_that_ended_without_a_word_is_lost(jobs):
 
 
 def test_a_job_is_not_over_before_its_end_is_written(jobs):
-    """A merge that is shown as lost, or as cancelled without a code, for the moment in which its end is written."""
+    """A merge that is shown as lost, or as canceled without a code, for the moment in which its end is written."""
     job_id = jobs.start("merge", "first", run_python("import time; time.sleep(300)"))
     process = psutil.Process(find_pid(jobs.get(job_id)))
     waiter = process.parent()

@@ -66,7 +66,7 @@ def test_a_progress_bar_is_what_a_terminal_shows(folder):
     assert read_log(folder, 0) == "   299999/9999999 steps and more"
 
 
-def test_colours_and_control_characters_are_gone():
+def test_colors_and_control_characters_are_gone():
     """An escape code can hide text, name a link or move the cursor; a turned line shows other words than it has."""
     text = "\x1b[31mred\x1b[0m \x1b]8;;http://x\x07link\x1b]0;title\x1b\\ a\x08\x00b \x9b31m \u202egnp.exe\u202c\ttab"
     assert tame(text) == "red link ab 31m gnp.exe\ttab"

@@ -44,7 +44,7 @@ def test_text_is_escaped_wherever_it_enters():
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
-        ({"quantization": "nf4", "bnb_4bit_use_double_quant": True}, "nf4 with double quantisation"),
+        ({"quantization": "nf4", "bnb_4bit_use_double_quant": True}, "nf4 with double quantization"),
         ({"quantization": "none", "load_in_4bit": True}, "nf4"),
         ({"load_in_8bit": True}, "int8"),
         ({"quantization": "none", "load_in_4bit": False}, None),
@@ -52,12 +52,12 @@ def test_text_is_escaped_wherever_it_enters():
         ({}, None),
     ],
 )
-def test_a_run_tells_of_a_quantised_base_and_of_no_other(options, shown):
+def test_a_run_tells_of_a_quantized_base_and_of_no_other(options, shown):
     """The spelling that was asked for is not the one that is resolved; most runs have nothing to tell."""
     found = find_quantization(options)
     assert found == shown
     header = run_markup.draw_header(make_summary(quantization=found))
-    assert ("quantisation" in header) is (shown is not None) and (shown or "") in header
+    assert ("quantization" in header) is (shown is not None) and (shown or "") in header
 
 
 def test_markup_within_markup_stays_and_attributes_say_what_they_are():
@@ -107,8 +107,8 @@ def test_what_was_pressed_is_answered_as_far_as_it_has_come(pressed, summary, ex
     assert expected in answer if expected else answer == ""
 
 
-def test_phase_is_told_by_words_and_not_by_colour_alone():
-    """A screen reader, or a colour-blind person, would not know which phase it is."""
+def test_phase_is_told_by_words_and_not_by_color_alone():
+    """A screen reader, or a color-blind person, would not know which phase it is."""
     progress = Progress("evaluate", 3, 10, "batches", 0.3, None, "Evaluating: 3 of 10 batches")
     shown = run_markup.draw_progress(make_summary(phase="evaluate"), progress)
     present = shown[shown.index('aria-current="step"') :]

@@ -47,7 +47,7 @@ def test_a_run_that_says_its_end_has_ended(tmp_path, phase):
         ("queue", "queued"),
         ("start", "starting"),
         ("download", "starting"),
-        ("tokenise", "starting"),
+        ("tokenize", "starting"),
         ("load", "starting"),
         ("train", "running"),
         ("evaluate", "running"),
@@ -122,7 +122,7 @@ def test_a_run_whose_exit_code_is_being_written_is_not_dead(tmp_path):
 @pytest.mark.parametrize("phase", ["done", "failed", "stopped"])
 def test_a_run_that_says_its_end_and_still_lives_is_stopping(tmp_path, phase):
     """Resume and delete are offered while its processes still hold the folder and the devices; or a lost rank's
-    neighbour, which says first that its connection broke, is blamed until the launcher has looked."""
+    neighbor, which says first that its connection broke, is blamed until the launcher has looked."""
     folder = make_run(tmp_path, phase=phase, error="because", time=time.time() + 5)
     with owned(folder):
         state = find_state(folder)
@@ -239,11 +239,11 @@ def test_a_phase_tells_how_far_it_is(tmp_path):
 
 def test_a_phase_of_unknown_length_has_no_fraction(tmp_path):
     """A division by nothing, or a bar that is full at once."""
-    folder = make_run(tmp_path, phase="tokenise", progress={"done": 500, "total": None, "unit": "rows"}, step=None)
+    folder = make_run(tmp_path, phase="tokenize", progress={"done": 500, "total": None, "unit": "rows"}, step=None)
     with owned(folder):
         progress = describe_progress(find_state(folder), [], None)
     assert progress.fraction is None and progress.eta_s is None
-    assert progress.sentence.startswith("Tokenising the data: 500 rows")
+    assert progress.sentence.startswith("Tokenizing the data: 500 rows")
 
 
 def test_a_run_of_an_older_release_has_its_progress(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are quantised: what is read of them, and what is refused."""
+"""Checkpoints whose files are quantized: what is read of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def check_ranges(weights: BaseWeights, name: str, expected: torch.Tensor) -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_dequantised_numbers_are_transformers_own(name, tmp_path):
+def test_dequantized_numbers_are_transformers_own(name, tmp_path):
     """A nibble, a block or an exponent taken wrongly gives a model that trains, only worse; transposed experts and
     those that are fused of many tensors have their blocks elsewhere."""
     folder = save_stored(tmp_path, name)
     weights = plan(folder)
-    assert "dequantised to bfloat16" in (weights.describe_stored() or "")
+    assert "dequantized to bfloat16" in (weights.describe_stored() or "")
     assert weights.stored_quantizers() == {}
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     assert weights.names == expected.keys()
@@ -147,7 +147,7 @@ FORMATS = [
     (NF4 | dict(bnb_4bit_quant_type="fp4"), "Expected nf4 .* found bnb_4bit_quant_type 'fp4'"),
     (dict(quant_method="bitsandbytes"), "is damaged .neither load_in_4bit nor load_in_8bit"),
     (FP8 | dict(weight_block_size=[128]), "is damaged .weight_block_size: expected two whole numbers, found .128"),
-    (dict(quant_method="gptq", bits=4), r"has a quantization_config \(gptq\). Use the unquantised model"),
+    (dict(quant_method="gptq", bits=4), r"has a quantization_config \(gptq\). Use the unquantized model"),
     (dict(quant_method="awq"), r"\(awq\)"),
 ]
 
@@ -165,7 +165,7 @@ def test_a_config_tells_what_is_stored(quantization, expected):
 
 
 def test_what_is_asked_for_must_fit_what_is_stored():
-    """Quantising what is quantised is worse than either; asking for what is there must not be an error."""
+    """Quantizing what is quantized is worse than either; asking for what is there must not be an error."""
     nf4 = find_stored_format({"quantization_config": NF4 | dict(bnb_4bit_use_double_quant=True)})
     assert settle_quantization(nf4, None, "x") == settle_quantization(nf4, Quantization("nf4"), "x")
     assert settle_quantization(nf4, None, "x") == Quantization("nf4", True)

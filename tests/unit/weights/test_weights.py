@@ -276,7 +276,7 @@ def test_what_is_lost_or_stored_twice_is_named(tmp_path, class_name, options, ch
     assert re.search(message, plan_error(tmp_path))
 
 
-def test_quantised_checkpoints_are_refused(tmp_path):
+def test_quantized_checkpoints_are_refused(tmp_path):
     """Packed 4-bit weights would be listed as hundreds of wrong shapes, or worse, fit."""
     save_model(tmp_path, "Llama", LLAMA)
     config = json.loads((tmp_path / "config.json").read_text())
