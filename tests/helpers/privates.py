@@ -15,6 +15,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("lorashard", "lorashard_ui")
+_OF_NAMED_TUPLES = {"_replace", "_asdict"}  # public, whatever they begin with
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -46,7 +47,8 @@ def find_uses_in(source: str, own: set[str]) -> dict[str, list[str]]:
 @cache
 def find_own_names() -> set[str]:
     """Return the private names of functions, classes, variables and attributes that our own files define."""
-    return {name for folder in ("lorashard", "ui") for path in _list_files(folder) for name in _define(path)}
+    names = {name for folder in ("lorashard", "ui") for path in _list_files(folder) for name in _define(path)}
+    return names - _OF_NAMED_TUPLES
 
 
 def _list_files(folder: str) -> list[Path]:

@@ -25,16 +25,10 @@ CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
 # Tests that use private names of ours, each with the reason why no public way shows what it asks; thirty at most.
 # `python tests/helpers/privates.py` lists what is found in all of `tests`, as `file::function: names`.
 PRIVATES = {
+    "tests/e2e/launch/test_hang.py::SITECUSTOMIZE": "makes tokenizing slow inside of a run's own process",
+    "tests/e2e/training/test_soak.py::import": "leaves the process group as finetune does, many times in one process",
     "tests/unit/runs/test_runs.py::test_a_plan_that_cannot_be_made_ends_no_run": "else a whole training shows it alone",
 }
-# Where the table is kept to: the merge of the other areas makes this ("tests",) and completes the table.
-PRIVATES_KEPT_IN = tuple(
-    f"tests/{part}"
-    for part in (
-        *(f"unit/{area}" for area in ("data", "diagnostics", "launch", "runs", "runtime", "training")),
-        *("unit/test_cli.py", "unit/test_pairwise.py", "unit/test_project.py", "gpu"),
-    )
-)
 ELASTIC_LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 
 
@@ -175,10 +169,10 @@ def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
 
 def test_tests_ask_through_the_public_way() -> None:
     """Catches a test that is bound to a private name, and an entry that is no longer needed or has no reason."""
-    found = find_uses(*PRIVATES_KEPT_IN)
+    found = find_uses("tests")
     assert {place: names for place, names in found.items() if place not in PRIVATES} == {}
     assert sorted(PRIVATES.keys() - found.keys()) == []
-    assert all(PRIVATES.values()) and len(PRIVATES) <= 30
+    assert all(PRIVATES.values()) and len(PRIVATES) <= 10
 
 
 @pytest.mark.parametrize(
