@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config.data_options import DataOptions
 from ..config.methods import METHODS, Method
 from ..errors import DataError
-from ..runtime.dist import read_launcher_env
+from ..runtime.launch_env import read_launcher_env
 from ..runtime.progress import Progress, told_progress
 from .encode import Encoding, encode_source
 from .places import find_positions, read_places, write_place

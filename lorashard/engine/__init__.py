@@ -4,7 +4,7 @@ Reading order: layout, copies, home, stand_in, placeholder, packed, slots, strea
 """
 
 from .copies import HostCopies
-from .engine import Engine, Visit
+from .engine import Engine, ScheduleEntry
 from .home import DeviceHome, FileHome, Home, HostHome
 from .layout import Layout, Piece, plan_layout
 from .packed import Packed, Packing, Part, Workspace
@@ -29,7 +29,7 @@ __all__ = [
     "State",
     "Stats",
     "Unit",
-    "Visit",
+    "ScheduleEntry",
     "Weight",
     "Workspace",
     "plan_layout",

@@ -28,7 +28,7 @@ _CHECKS = ("a forward without gradients", "a forward with gradients", "an optimi
 
 
 @dataclass(frozen=True)
-class Visit:
+class ScheduleEntry:
     """One stop in the static order of a forward: entering any of `modules` needs `unit` whole.
 
     Args:
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        visits: Sequence[Visit],
+        visits: Sequence[ScheduleEntry],
         roots: Sequence[nn.Module],
         group: ShardGroup,
         device: torch.device,

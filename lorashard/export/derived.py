@@ -29,7 +29,7 @@ from ..model.adapters import check_coverage, inject
 from ..model.loading import put_placeholders
 from ..model.refusals import check_config, check_frozen
 from ..runtime import dist
-from ..runtime.agreement import together
+from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import describe_fault, show_bytes, sync
 from ..runtime.progress import Progress, told_progress
 from ..weights.build_once import make_once
@@ -99,7 +99,7 @@ def derive(
     Memory: the adapter, and one weight, a few times in float32.
     """
     with ExitStack() as stack:
-        job = together(
+        job = raise_on_all_ranks(
             lambda: _Derivation(
                 stack, model_name_or_path, lora, dtype, revision, trust_remote_code, num_labels, progress
             )
@@ -110,7 +110,7 @@ def derive(
         folder = find_derived_dir() / job.name(identity, state)
         was_there = folder.is_dir()
         origin = Origin(_name(model_name_or_path), revision, dict(identity.files), str(lora.init_lora_weights))
-        together(lambda: job.make(folder, origin, state, device))
+        raise_on_all_ranks(lambda: job.make(folder, origin, state, device))
     made = DerivedBase(folder, without_rewriting(lora))
     if len(set(dist.gather_objects(hash_file(made.initial_adapter / ADAPTER_NAME)))) > 1:
         raise CheckpointError(

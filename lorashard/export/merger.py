@@ -23,7 +23,7 @@ from ..model.saved import count_labels, read_config, restore
 from ..model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase
 from ..model.units import find_units
 from ..runtime import dist
-from ..runtime.agreement import together
+from ..runtime.agreement import raise_on_all_ranks
 from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import settle_quantization
 from ..weights.weights import BaseWeights
@@ -106,7 +106,7 @@ def merge_checkpoint(
     Ranks: collective over all ranks, which share the work. All see the same files.
     Memory: the adapter, a module of the base, and what PEFT's merge of it takes.
     """
-    together(lambda: check_target(out), on_rank=0)
+    raise_on_all_ranks(lambda: check_target(out), on_rank=0)
     device = device or torch.device("cpu")
     config = read_config(adapter)
     check_config(config)
@@ -168,7 +168,7 @@ def merge_live(
             f"expected a {type(model).__name__} from lorashard.load, load_adapter or shard, found another: PEFT's own "
             "merge_and_unload merges a model that is whole in memory"
         )
-    together(lambda: check_target(out), on_rank=0)
+    raise_on_all_ranks(lambda: check_target(out), on_rank=0)
     config = model.active_peft_config
     live = model.get_base_model()
     engine: Engine = model.__dict__[ENGINE_ATTRIBUTE]
@@ -281,16 +281,16 @@ class _Merge:
                 f", quantized to {' and '.join(formats)}{original}" if formats else "",
             )
         with publish(out, plan.total_bytes) as folder, TensorWriter(folder, plan) as writer:
-            together(lambda: writer.create(), on_rank=0)
+            raise_on_all_ranks(lambda: writer.create(), on_rank=0)
             num_ranks = dist.get_world_size()
             for begin in range(0, len(units), num_ranks):
                 batch = units[begin : begin + num_ranks]
                 with self._values.open(batch) as read:
-                    together(lambda: self._write(own_unit(batch), read, spelling, writer, same))  # noqa: B023
+                    raise_on_all_ranks(lambda: self._write(own_unit(batch), read, spelling, writer, same))  # noqa: B023
                 if advance is not None:
                     advance(begin + len(batch), len(units))
-            together(writer.flush)
-            together(lambda: self._complete(folder, bool(untied), tokenizer_folder), on_rank=0)
+            raise_on_all_ranks(writer.flush)
+            raise_on_all_ranks(lambda: self._complete(folder, bool(untied), tokenizer_folder), on_rank=0)
         return MergeReport(
             out,
             self._dtype,
@@ -344,7 +344,7 @@ class _Merge:
             stored = [name for name in names if self._is_stored(name)] or names
             unit = next(unit for unit in self._units if names[0] in unit.names)
             with self._values.open([unit]) as read:
-                is_same = together(lambda: self._are_same(stored[0], names, read), on_rank=0)  # noqa: B023
+                is_same = raise_on_all_ranks(lambda: self._are_same(stored[0], names, read), on_rank=0)  # noqa: B023
             if dist.broadcast_object(is_same):
                 same |= dict.fromkeys(names, stored[0])
                 self._changed.update(names)

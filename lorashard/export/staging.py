@@ -15,7 +15,7 @@ import psutil
 
 from ..errors import CheckpointError, ConfigError
 from ..runtime import dist
-from ..runtime.agreement import together
+from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import describe_fault, show_bytes, sync
 
 
@@ -79,9 +79,9 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
 
     with _exit_on_sigterm(), _explained(out, place, num_bytes):
         try:
-            together(prepare, on_rank=0)
+            raise_on_all_ranks(prepare, on_rank=0)
             yield partial
-            together(finish, on_rank=0)
+            raise_on_all_ranks(finish, on_rank=0)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

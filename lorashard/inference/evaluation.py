@@ -24,6 +24,7 @@ from ..data.prompts import PromptWriter
 from ..errors import CheckpointError, DataError
 from ..planning.batches import plan_batches
 from ..runtime import dist
+from ..runtime.launch_env import read_launcher_env
 from ..runtime.output import give, say
 from ..runtime.progress import told_progress
 from .generation import Generator, answer_shared, check_length, describe_placement
@@ -73,7 +74,7 @@ def evaluate(options: EvalOptions) -> None:
 
     Ranks: run by every rank. The data is prepared before the ranks form a group, so that no collective waits for it.
     """
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     rank = env.rank if env else 0
     tokenizer = load_saved_tokenizer(options.adapter, options)
     prepared = prepare(options.data_options(), tokenizer)

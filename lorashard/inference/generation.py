@@ -29,6 +29,7 @@ from ..planning.batches import count_row_bytes, plan_batches
 from ..planning.probe import measure_free_bytes
 from ..runtime import dist
 from ..runtime.disk import PatientFiles, cut_lines, describe_fault, replace_text
+from ..runtime.launch_env import read_launcher_env
 from ..runtime.output import give, say
 from .load import load_for_use, load_saved_tokenizer
 
@@ -316,7 +317,7 @@ def _check_out(options: GenerateOptions) -> Path:
 
 
 def _count_cached_tokens(options: GenerateOptions, prompts: Sequence[Prompt]) -> int:
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     num_ranks = env.world_size if env else 1
     num_rows = _RESERVED_ROWS if options.batch_size == "auto" else options.batch_size
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -331,7 +332,7 @@ def _plan_rows(options: GenerateOptions, model: PeftModel) -> Callable[[int], in
     if options.batch_size != "auto":
         asked = options.batch_size
         return lambda length: asked
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
     free_bytes = min(dist.gather_objects(measure_free_bytes(model.device, ranks_per_node)))
     dtype = model.get_base_model().dtype

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 
 from ..config.quantization_options import Quantization
-from ..engine import Engine, Placeholder, Unit, Visit, Weight, Workspace
+from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight, Workspace
 from ..errors import ConfigError
 from ..runtime.dist import ShardGroup
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
@@ -75,7 +75,7 @@ def shard_structure(
         units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home, workspace)
         found.weights = []  # the whole weights are free to go
     visits = [
-        Visit(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
+        ScheduleEntry(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
         for v in structure.visits
     ]
     engine = Engine(visits, structure.roots, group, device, prefetch)

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ..config.placement import PlacementOptions, ResolvedPlacement, choose_group_size, resolve_placement
 from ..runtime import dist
 from ..runtime.dtypes import name_of
+from ..runtime.launch_env import read_launcher_env
 from .auto import BaseModel
 from .probe import measure_free_bytes
 from .size import ModelSize, find_stored_dtype, measure_model
@@ -29,7 +30,7 @@ def plan_inference(
     """
     base, _ = base.settle()
     model = base.build(options.unit_paths)
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     world_size = dist.get_world_size()
     free_bytes = measure_free_bytes(device, (env and env.local_world_size) or world_size)
     return place_for_inference(

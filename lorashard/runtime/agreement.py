@@ -13,7 +13,7 @@ from .disk import find_fault
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T], on_rank: int | None = None) -> T | None:
+def raise_on_all_ranks(action: Callable[[], T], on_rank: int | None = None) -> T | None:
     """Run `action` on every rank, or on one alone; when it raises anywhere, raise everywhere.
 
     Raises:

@@ -35,8 +35,9 @@ import psutil
 
 from ..errors import LorashardError
 from .devices import find_launcher
-from .dist import LauncherEnv, RollCall, has_launcher_store
 from .failures import record_failure
+from .launch_env import LauncherEnv, has_launcher_store
+from .rank_store import RankStore
 
 _INTERVAL_S = 2.0
 _CONNECT_S = 60.0
@@ -101,23 +102,23 @@ class Heartbeat:
         while not self._is_over.is_set():
             # The store may be gone for good (the launcher has died, or rank 0, which kept it, is done) or for a while.
             with suppress(RuntimeError):
-                self._watch(RollCall.of_launch(self._env, _CONNECT_S, name))
+                self._watch(RankStore.of_launch(self._env, _CONNECT_S, name))
             self._is_over.wait(self._interval_s)
 
-    def _watch(self, roll_call: RollCall) -> None:
+    def _watch(self, store: RankStore) -> None:
         assert self._env is not None
         silences = Silences(self._env.rank, self._timeout_s)
         last_s = time.monotonic()
         while not self._is_over.wait(self._interval_s if self._num_beats else 0):
-            roll_call.leave_word(self._make_beat())
-            words = roll_call.read_words()
+            store.post(self._make_beat())
+            words = store.read_messages()
             now_s = time.monotonic()
             overdue = silences.count(words, now_s - last_s)
             last_s = now_s
             self._beats = [None if word is None else json.loads(word) for word in words]
             if overdue:
-                self._end(explain_silence(self._beats, overdue, self._timeout_s), roll_call)
-        roll_call.leave_word(json.dumps({}))
+                self._end(explain_silence(self._beats, overdue, self._timeout_s), store)
+        store.post(json.dumps({}))
 
     def _make_beat(self) -> str:
         self._num_beats += 1
@@ -133,18 +134,18 @@ class Heartbeat:
         }
         return json.dumps(beat)
 
-    def _end(self, reason: str, roll_call: RollCall) -> NoReturn:
+    def _end(self, reason: str, store: RankStore) -> NoReturn:
         """End this process; of all ranks that end the first speaks where no launcher does."""
         try:
             record_failure(LorashardError(reason), exit_code=1, is_plain=True, is_hang=True)
-            if roll_call.claim():
+            if store.claim():
                 launcher = find_launcher(os.environ)
                 if launcher is None or not launcher.is_lorashard:
                     print(f"lorashard: error: {reason}", file=sys.stderr)
                 self._tell(reason)
-                roll_call.note(_SPOKEN)
+                store.note(_SPOKEN)
             else:
-                self._wait_for_speaker(roll_call)
+                self._wait_for_speaker(store)
         except Exception:  # it ends in any case
             traceback.print_exc()
         finally:
@@ -152,10 +153,10 @@ class Heartbeat:
             sys.stderr.flush()
             os._exit(1)
 
-    def _wait_for_speaker(self, roll_call: RollCall) -> None:
+    def _wait_for_speaker(self, store: RankStore) -> None:
         assert self._env is not None
         until_s = time.monotonic() + _SPEECH_S
-        while time.monotonic() < until_s and len(roll_call.find_absent(_SPOKEN)) == self._env.world_size:
+        while time.monotonic() < until_s and len(store.find_absent(_SPOKEN)) == self._env.world_size:
             time.sleep(_SPEECH_S / 20)
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.state import DistributedType, PartialState
 
 from ..errors import ConfigError
-from . import dist
+from .launch_env import is_cpu_requested, read_launcher_env
 from .plugins import explain_plugin, refuse_plugins
 
 _logger = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ def join_launch(backend: str | None = None, *, will_train: bool = False) -> torc
     Ranks: collective over all ranks of the launch.
     """
     refuse_plugins(os.environ)
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     try:
-        state = PartialState(cpu=dist.is_cpu_requested(), backend=backend)
+        state = PartialState(cpu=is_cpu_requested(), backend=backend)
     except ValueError as error:  # of a backend that torch has not been built with
         if backend is None:  # then of the launch: a MASTER_ADDR that is missing, a rank that is no number
             raise

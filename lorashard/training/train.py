@@ -34,9 +34,11 @@ from ..runs.checkpoints import clear_leftovers, delete, list_checkpoints, read_s
 from ..runs.folder import Run
 from ..runs.status import describe_end
 from ..runtime import dist
-from ..runtime.agreement import together
+from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.heartbeat import Heartbeat
 from ..runtime.join import join_launch
+from ..runtime.launch_env import is_cpu_requested, read_launcher_env
+from ..runtime.rank_store import is_timeout
 from ..runtime.signals import StopRequest
 from ..weights.fingerprint import check_quantization
 from .callbacks import add_callbacks
@@ -67,7 +69,7 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
 
     Ranks: run by every rank. The data is prepared before the ranks form a group, so that no collective waits for it.
     """
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     rank, world_size = (env.rank, env.world_size) if env else (0, 1)
     check_wanted(config)
     console = Console(rank, has_bar=not config.trainer_options.get("disable_tqdm"))
@@ -83,7 +85,7 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
             status.end("stopped", describe_end(error))
             raise
         except BaseException as error:
-            if dist.is_timeout(error):
+            if is_timeout(error):
                 error.add_note(heartbeat.describe_ranks())
             status.end("failed", describe_end(error))
             raise
@@ -101,15 +103,15 @@ def _finetune(
     stop.check()
     status.enter("load")
     device = join_launch(config.trainer.get("ddp_backend"))
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, tell)
     config = settle_dtype(config, device, checkpoint, tell)
-    arguments = build_arguments(config, dist.is_cpu_requested())
+    arguments = build_arguments(config, is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
     rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
     if config.reward_model_name_or_path is not None:
         check_reward_model(config.reward_model_name_or_path, config.trust_remote_code)
-    together(lambda: check_checkpoint(checkpoint) if checkpoint else None)
+    raise_on_all_ranks(lambda: check_checkpoint(checkpoint) if checkpoint else None)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
     facts = describe_run(config, arguments, prepared)
     survival = Survival(
@@ -122,7 +124,7 @@ def _finetune(
             note=run.add_rank_line,
         ),
         rows_per_step=config.global_batch_size,
-        saved_world_size=together(
+        saved_world_size=raise_on_all_ranks(
             lambda: check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None
         ),
         tell=tell,
@@ -164,12 +166,12 @@ def _finetune(
             _set_aside(run.folder, resumed_step, config.overwrite_output_dir, tell)
         run.begin(config.to_yaml(), resumed_step)
 
-    together(begin)
+    raise_on_all_ranks(begin)
     if checkpoint is not None:
         tell(f"going on from {checkpoint}, step {read_progress(checkpoint)}")
     _train(trainer, checkpoint)
     status.enter("save", step=trainer.state.global_step)
-    together(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
+    raise_on_all_ranks(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
     verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
     tell(f"adapter: saved to {run.folder} and read back: {verdict}")
     measured = meter.read()
@@ -199,7 +201,7 @@ def settle_dtype(
     """
     if config.dtype != "auto":
         return config
-    saved = dist.broadcast_object(together(lambda: read_saved_dtype(checkpoint) if checkpoint else None))
+    saved = dist.broadcast_object(raise_on_all_ranks(lambda: read_saved_dtype(checkpoint) if checkpoint else None))
     if saved is not None:
         tell(f"dtype: {saved}, as before {checkpoint}")
         return config.with_dtype(saved)
@@ -321,7 +323,7 @@ def _foresee(
 
     Ranks: local.
     """
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     node_size = env.local_world_size if env else None
     try:
         with explained_planning():
@@ -367,7 +369,7 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
             raise ConfigError("use_liger_kernel: Liger's kernels are not installed: pip install liger-kernel")
     assert config.dtype != "auto", "the trainer's flags follow from what it becomes"
     method = config.trl_method
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     decided: dict[str, Any] = config.count_accumulation(world_size or (env.world_size if env else 1)) | {
         "output_dir": config.output_dir,
         "use_cpu": use_cpu,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.tiny import find_differences, take_gradients
-from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, Unit, Visit, Weight, plan_layout
+from lorashard.engine import DeviceHome, Engine, Owner, Placeholder, ScheduleEntry, Unit, Weight, plan_layout
 from lorashard.runtime.dist import ShardGroup
 
 CPU = torch.device("cpu")
@@ -211,17 +211,18 @@ def build_rig(
     model = copy.deepcopy(plain)
     group = StandInGroup(size)
     layers = [
-        Visit(build_unit(f"layers.{i}", [layer], group, index=i), (layer,)) for i, layer in enumerate(model.layers)
+        ScheduleEntry(build_unit(f"layers.{i}", [layer], group, index=i), (layer,))
+        for i, layer in enumerate(model.layers)
     ]
     if is_tied:
         vocabulary = build_unit("head", [model.embedding, model.head], group, num_layers, "vocabulary")
-        first = Visit(vocabulary, (model.embedding,), has_backward=False)
-        last = Visit(vocabulary, (model.head,), holds=True)
+        first = ScheduleEntry(vocabulary, (model.embedding,), has_backward=False)
+        last = ScheduleEntry(vocabulary, (model.head,), holds=True)
     else:
         embedding = build_unit("embedding", [model.embedding], group, num_layers, "vocabulary")
         head = build_unit("head", [model.head], group, num_layers + 1, "vocabulary")
-        first = Visit(embedding, (model.embedding,), has_backward=False)
-        last = Visit(head, (model.head,), holds=True)
+        first = ScheduleEntry(embedding, (model.embedding,), has_backward=False)
+        last = ScheduleEntry(head, (model.head,), holds=True)
     return Rig(plain, model, Engine([first, *layers, last], [model], group, CPU, prefetch), group)
 
 

@@ -13,6 +13,7 @@ from ...planning.probe import Speeds, measure_speeds
 from ...runtime import dist
 from ...runtime.disk import show_bytes
 from ...runtime.dtypes import choose_dtype, explain_slow_bfloat16, name_of
+from ...runtime.launch_env import read_launcher_env
 from ..env import find_pairs_without_peer_access
 from .checks import Check, explain_error
 from .watch import Watch
@@ -59,7 +60,7 @@ def check_ranks(timeout_s: int, known: Sequence[Check], speak: Callable[[Sequenc
     """
     found = list(known)
     try:
-        watch = Watch(dist.read_launcher_env(), timeout_s, lambda check: speak([*found, check]))
+        watch = Watch(read_launcher_env(), timeout_s, lambda check: speak([*found, check]))
     except (RuntimeError, ValueError) as error:
         found.append(
             Check("ranks", "FAIL", f"their meeting place does not answer: {explain_error(error)}", _MEND_MEETING)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ...errors import LorashardError
-from ...runtime.dist import LauncherEnv, RollCall
+from ...runtime.launch_env import LauncherEnv
+from ...runtime.rank_store import RankStore
 from .checks import Check, explain_error
 
 _INTERVAL_S = 0.2
@@ -48,7 +49,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self._env = env
         self._speak = speak
-        self._roll_call = None if env is None else RollCall.of_launch(env, timeout_s)
+        self._store = None if env is None else RankStore.of_launch(env, timeout_s)
         self._ending = threading.Lock()
         self._step: _Step | None = None
         self.start()
@@ -63,8 +64,8 @@ class Watch(threading.Thread):
         """
         # Where native code hangs with the interpreter's lock held, no thread runs but this timer of C.
         faulthandler.dump_traceback_later(timeout_s + _LAST_RESORT_S, exit=True)
-        if self._roll_call:
-            self._roll_call.note(name)
+        if self._store:
+            self._store.note(name)
         self._step = _Step(name, mend, timeout_s, time.monotonic() + timeout_s)
         try:
             yield
@@ -89,7 +90,7 @@ class Watch(threading.Thread):
     def _find_trouble(self, step: _Step) -> Check | None:
         is_late = time.monotonic() > step.deadline_s
         try:
-            failure = self._roll_call.read_failure() if self._roll_call else None
+            failure = self._store.read_failure() if self._store else None
             if failure is not None:
                 return Check(**json.loads(failure))
             return Check(step.name, "FAIL", self._explain_wait(step), step.mend) if is_late else None
@@ -102,7 +103,7 @@ class Watch(threading.Thread):
         return self._env.rank if self._env else 0
 
     def _explain_wait(self, step: _Step) -> str:
-        absent = self._roll_call.find_absent(step.name) if self._roll_call else []
+        absent = self._store.find_absent(step.name) if self._store else []
         if not absent:
             return f"all ranks are there, but it did not end within {step.timeout_s} s"
         who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
@@ -114,8 +115,8 @@ class Watch(threading.Thread):
         try:
             if self._is_speaker(check if is_own else None):
                 self._speak(check)
-                if self._roll_call:
-                    self._roll_call.note(_SPOKEN)
+                if self._store:
+                    self._store.note(_SPOKEN)
             else:
                 self._wait_for_speaker()
         except Exception:
@@ -127,19 +128,19 @@ class Watch(threading.Thread):
 
     def _is_speaker(self, own: Check | None) -> bool:
         """Agree with the other ranks that end on one that speaks, the lowest if it can."""
-        if self._roll_call is None:
+        if self._store is None:
             return True
         try:
             if own:
-                self._roll_call.leave_failure(json.dumps(own.to_json()))
+                self._store.leave_failure(json.dumps(own.to_json()))
             time.sleep(_INTERVAL_S * min(self._rank, 5))
-            return self._roll_call.claim()
+            return self._store.claim()
         except RuntimeError:  # the store is gone, and with it the rank that kept it
             return True
 
     def _wait_for_speaker(self) -> None:
         """Stay until a rank has spoken: the launcher ends all when the first is gone."""
-        assert self._roll_call is not None and self._env is not None
+        assert self._store is not None and self._env is not None
         until_s = time.monotonic() + _LAST_RESORT_S / 2
-        while time.monotonic() < until_s and len(self._roll_call.find_absent(_SPOKEN)) == self._env.world_size:
+        while time.monotonic() < until_s and len(self._store.find_absent(_SPOKEN)) == self._env.world_size:
             time.sleep(_INTERVAL_S)

@@ -14,6 +14,7 @@ from ...planning.probe import measure_free_bytes
 from ...planning.size import ModelSize, measure_model
 from ...planning.trace import Microbatch, trace
 from ...runtime import dist
+from ...runtime.launch_env import read_launcher_env
 
 _HEADROOM_BYTES = 2**30
 
@@ -59,7 +60,7 @@ def fit_layers(base: BaseModel, microbatch: Microbatch, placement: ResolvedPlace
 def _fit(
     base: BaseModel, microbatch: Microbatch, placement: ResolvedPlacement, device_type: str, free_bytes: int
 ) -> Fit:
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
     ranks_on_device = ranks_per_node if device_type == "cpu" else 1
     size = measure_model(base.build(placement.unit_paths))

@@ -15,7 +15,8 @@ from helpers.tiny import build_model, make_batch
 
 import lorashard
 from lorashard.errors import ShardError
-from lorashard.runtime.dist import HostGroup, Lookout, RollCall, set_timeout
+from lorashard.runtime.dist import HostGroup, set_timeout
+from lorashard.runtime.rank_store import Lookout, RankStore
 
 WARNING_S = 1.0
 TIMEOUT_S = 4.0
@@ -94,15 +95,15 @@ class Work:
 
 def test_a_wait_in_vain_is_forgotten_when_the_ranks_meet_again(monkeypatch):
     """Catches a rank that goes on after a ShardError and is said to this day to have waited in vain."""
-    roll_call = RollCall(dist.HashStore(), 0, 1, "waits")
-    monkeypatch.setattr(RollCall, "of_group", lambda name: roll_call)
-    lookout = Lookout(range(1), 0)
+    store = RankStore(dist.HashStore(), 0, 1, "waits")
+    monkeypatch.setattr(RankStore, "of_group", lambda name: store)
+    lookout = Lookout(0, range(1), 0)
     with pytest.raises(ShardError):
         lookout.wait(Work(False), "begin")
-    (word,) = roll_call.read_words()
+    (word,) = store.read_messages()
     assert word is not None and "in vain" in word
     lookout.wait(Work(True), "begin")
-    assert roll_call.read_words() == [""]
+    assert store.read_messages() == [""]
 
 
 def be_late(rank: int) -> tuple[str, list[str | None]]:
@@ -115,7 +116,7 @@ def be_late(rank: int) -> tuple[str, list[str | None]]:
             time.sleep(1)
         for _ in range(2):
             model(**make_batch())
-    return said.getvalue(), lorashard.runtime.dist.RollCall.of_group("waits").read_words()
+    return said.getvalue(), lorashard.runtime.rank_store.RankStore.of_group("waits").read_messages()
 
 
 def test_a_rank_that_is_late_is_named_once_and_then_forgotten():

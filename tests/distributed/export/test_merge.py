@@ -43,7 +43,7 @@ from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.export import merger, writing
 from lorashard.export.merger import merge_checkpoint, merge_live
 from lorashard.export.staging import check_target, remove_partial
-from lorashard.runtime.agreement import together
+from lorashard.runtime.agreement import raise_on_all_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -494,7 +494,7 @@ def fill_a_disk_on_one_rank(rank: int) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError) as caught:
-        together(fail, on_rank=1)
+        raise_on_all_ranks(fail, on_rank=1)
     return caught.value.strerror
 
 

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 import lorashard
 from lorashard.errors import ConfigError
 from lorashard.runtime import dist
+from lorashard.runtime.launch_env import read_launcher_env
 from lorashard.training.nodes import check_nodes
 
 LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -119,10 +120,10 @@ def test_nodes_that_differ_are_refused(tmp_path):
 
 def read_size(rank: int) -> int | None:
     dist.gather_objects(rank)
-    env = dist.read_launcher_env()
+    env = read_launcher_env()
     assert env is not None
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    poisoned = dist.read_launcher_env()
+    poisoned = read_launcher_env()
     assert poisoned is not None
     return poisoned.local_world_size
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -72,15 +72,13 @@ def disk(tmp_path) -> Iterator[Path]:
 
 
 @contextmanager
-def filled(disk: Path) -> Iterator[None]:
-    """No room is left on the disk while the body runs."""
+def filled(disk: Path, *begun: Path) -> Iterator[None]:
+    """No room is left on the disk while the body runs, nor in the last pages of the files `begun`."""
     ballast = disk / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
+    for path, block in ((ballast, bytes(4096)), *((path, b"\n") for path in begun)):
+        with path.open("ab", buffering=0) as file, suppress(OSError):
             while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
+                file.write(block)
     yield
     ballast.unlink()
 
@@ -140,7 +138,7 @@ def test_a_run_outlives_a_full_disk(task, disk, tmp_path):
     options = dict(cpu=2, max_steps=60, save_strategy="steps", save_steps=10, report_to="tensorboard")
     with Started(make_options(task, str(out), **options), task / "hf", tmp_path / "site", [11, 41]) as training:
         training.wait_for(lambda: (out / "checkpoint-10").exists())
-        with filled(disk):
+        with filled(disk, out / "logs" / "rank_0.log"):
             training.go(11)
             training.wait_for(lambda: "checkpoint-40" in training.said["stderr"])
             assert len(steps_in(out / "metrics.jsonl")) < 40

@@ -17,7 +17,7 @@ from helpers.engine import CPU, Rig, Stack, StandInGroup, build_rig, build_unit,
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lorashard.engine import Engine, Placeholder, Visit
+from lorashard.engine import Engine, Placeholder, ScheduleEntry
 from lorashard.engine.slots import Slot
 from lorashard.engine.streams import SideStream
 from lorashard.errors import ShardError
@@ -260,7 +260,7 @@ def test_exhausted_slots_are_named(prefetch):
     root = copy.deepcopy(plain)
     modules = [root[0], root[0].inner, root[0].inner.inner]
     units = [build_unit(f"layers.{i}", [module.linear], group, i) for i, module in enumerate(modules)]
-    engine = Engine([Visit(u, (m,)) for u, m in zip(units, modules, strict=True)], [root], group, CPU, prefetch)
+    engine = Engine([ScheduleEntry(u, (m,)) for u, m in zip(units, modules, strict=True)], [root], group, CPU, prefetch)
     hidden = torch.ones(2, 4)
     if prefetch:
         assert torch.equal(root(hidden), plain(hidden))
@@ -449,7 +449,7 @@ def test_slots_are_as_large_as_the_largest_unit_of_their_class():
         modules = [nn.Linear(width, width).requires_grad_(False) for width in (*widths, 100)]
         classes = ["layer"] * len(widths) + ["vocabulary"]
         units = [build_unit(str(i), [m], group, i, c) for i, (m, c) in enumerate(zip(modules, classes, strict=True))]
-        visits = [Visit(unit, (module,)) for unit, module in zip(units, modules, strict=True)]
+        visits = [ScheduleEntry(unit, (module,)) for unit, module in zip(units, modules, strict=True)]
         engine = Engine(visits, [nn.Sequential(*modules)], group, CPU, prefetch)
         stats, sizes = engine.stats(), [unit.layout.total_bytes for unit in units]
         assert (stats.num_slots, stats.slot_bytes) == (num_slots + 1, num_slots * max(sizes[:-1]) + sizes[-1])

@@ -21,8 +21,9 @@ import pytest
 import torch.distributed as dist
 from helpers.waiting import wait_until
 
-from lorashard.runtime.dist import is_timeout, read_launcher_env
 from lorashard.runtime.heartbeat import Heartbeat, Silences, describe_place, explain_silence
+from lorashard.runtime.launch_env import read_launcher_env
+from lorashard.runtime.rank_store import is_timeout
 
 TIMEOUT_S = 5.0
 DEADLINE_S = 100
