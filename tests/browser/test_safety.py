@@ -336,7 +336,7 @@ def test_a_person_logs_in_and_ctrl_c_ends_the_server_at_once(open_tab, guarded_u
     shutil.rmtree(guarded_ui.root / ".serving-alive")
     page = open_tab(guarded_ui, viewport={"width": 390, "height": 844})
     page.goto("compare?runs=a,b")
-    assert page.evaluate("document.activeElement.name") == "username"
+    page.wait_for_function("document.activeElement.name == 'username'")
     check_no_overflow(page)
     page.keyboard.type("ada")
     page.keyboard.press("Tab")

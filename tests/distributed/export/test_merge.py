@@ -543,6 +543,7 @@ def measure_merge(rank: int, small: Path, large: Path) -> int:
     return read_status_bytes("VmHWM") - before
 
 
+@pytest.mark.slow
 def test_merging_holds_a_small_part_of_the_model(tmp_path):
     """A merge that holds the model, a whole shard, or all that it has merged so far, cannot merge a larger one."""
     save_base(tmp_path / "small" / "base", "llama")

@@ -158,16 +158,24 @@ def test_who_hears_of_loading_hears_of_converting(folder, cache, options):
     assert told[-1][2] == "units"
 
 
-def convert_slowly(folder: str) -> None:
-    load(folder, placement="replicate", cache_quantized=True, progress=lambda *counts: time.sleep(60))
+def list_begun(cache: Path) -> list[Path]:
+    return list(cache.glob("*.partial-*/layers.0"))
+
+
+def convert_and_stop(folder: str, cache: Path) -> None:
+    def stop(*counts: object) -> None:
+        while list_begun(cache):
+            time.sleep(1)
+
+    load(folder, placement="replicate", cache_quantized=True, progress=stop)
 
 
 def test_a_kill_while_converting_leaves_nothing_half(folder, cache):
     """Half a cache that is taken for a whole one gives zeros for weights; one that nobody removes fills the disk."""
     expected = take_bytes(load(folder, placement="replicate"))
-    process = multiprocessing.get_context("fork").Process(target=convert_slowly, args=(folder,))
+    process = multiprocessing.get_context("fork").Process(target=convert_and_stop, args=(folder, cache))
     process.start()
-    wait_until(lambda: list(cache.glob("*.partial-*/layers.0")))
+    wait_until(lambda: list_begun(cache))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     (left,) = cache.glob("*.partial-*")

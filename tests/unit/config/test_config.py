@@ -230,7 +230,7 @@ def test_defaults_are_those_that_work_for_lora() -> None:
         (["-gpus", "4"], "found '-gpus'"),
         (["--trainer", "x"], "option 'trainer'"),
         (["--quantization", "fp4"], "quantization: .*'none', 'nf4', 'int8', 'fp8', .*mean 'nf4'"),
-        (["--quantization", "nf4"], "quantization.*'quantization'"),
+        (["--quantizations", "nf4"], "quantizations.*'quantization'"),
         (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .*int8 and nf4"),
         (["--quantization", "none", "--load_in_4bit"], "load_in_4bit .*quantization: none"),
         (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant .*nf4, found int8"),

@@ -114,6 +114,7 @@ def test_a_large_vocabulary_is_in_the_peak(loss, dtype):
     assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_few_layers_tell_of_all():
     """Catches an extrapolation that counts a layer too often or too seldom, takes the first layers for all where every
     second is checkpointed, or counts boundary activations where transformers sends them to the host."""

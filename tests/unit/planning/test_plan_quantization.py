@@ -59,6 +59,7 @@ def test_a_70b_in_4_bits_is_planned_for_two_cards_of_24_gb(run_plan):
     assert found["rows"][found["chosen"]]["placement"]["resident_layers"] > 15
 
 
+@pytest.mark.slow
 def test_what_fits_in_4_bits_is_told_where_nothing_fits(run_plan, tmp_path):
     """Catches a refusal that sends a person to buy GPUs, where an option would do, and one that promises too much."""
     words = ("--gpu_type", "l4", "--gpus", "1", "--placement", "replicate", "--max_length", "64")
