@@ -53,6 +53,7 @@ def plan_base(
 
 
 def find_dropped_keys(config: PeftConfig) -> Sequence[str]:
+    """Return the keys of the base's files that the adapter's task has no use for, such as another head's."""
     return UNUSED_HEADS.get(TaskType(config.task_type) if config.task_type else None, ())
 
 
@@ -70,6 +71,7 @@ def find_held(skeleton: PreTrainedModel, base: BaseTensors, adapter: Path, confi
 
 
 def find_held_names(keys: Sequence[str], base: BaseTensors, config: PeftConfig) -> set[str]:
+    """Return the names of the base that an adapter's file overwrites in the base itself, with those tied to them."""
     wrapped = tuple(f".{name}" for name in getattr(config, "modules_to_save", None) or ())
     names = {to_base_name(key) for key in keys} & base.tensors.keys()
     held = {name for name in names if not f".{name.rpartition('.')[0]}".endswith(wrapped)}
@@ -77,6 +79,7 @@ def find_held_names(keys: Sequence[str], base: BaseTensors, config: PeftConfig) 
 
 
 def copy_stored(weights: BaseWeights, stored: StoredTensor, writer: TensorWriter) -> None:
+    """Write a stored tensor as it is, a piece at a time."""
     step = max(1, PIECE_BYTES // stored.dtype.itemsize)
     numel = math.prod(stored.shape)
     for begin in range(0, numel, step):

@@ -154,7 +154,7 @@ MUTANTS: dict[str, Mutant] = {
         'for name in ("base_layer", "original_module"):',
         'for name in ("base_layer",):',
         "a head beside a copy that trains is left as it was",
-        ("tests/unit/quantization/test_quantizing.py",),
+        ("tests/unit/model/test_quantizing.py",),
     ),
     "later adapter not broadcast": Mutant(
         "lorashard/model/adding.py",
@@ -176,21 +176,21 @@ MUTANTS: dict[str, Mutant] = {
         "if found != size:",
         "if found is None:",
         "a checkpoint whose file was cut short counts as complete",
-        ("tests/unit/runs/test_manifest.py",),
+        ("tests/unit/runs/test_checkpoints.py",),
     ),
     "deleted in place": Mutant(
         "lorashard/runs/checkpoints.py",
         "os.rename(checkpoint, going)",
         "going = checkpoint",
         "a kill while it is deleted leaves half a checkpoint under its name",
-        ("tests/unit/runs/test_manifest.py",),
+        ("tests/unit/runs/test_checkpoints.py",),
     ),
     "best rotated away": Mutant(
         "lorashard/runs/checkpoints.py",
         "kept = {published, *(path for path in checkpoints if best and path.name == Path(best).name)}",
         "kept = {published}",
         "the best adapter is gone at the end of the training",
-        ("tests/unit/runs/test_manifest.py",),
+        ("tests/unit/runs/test_checkpoints.py",),
     ),
     "best that is not there": Mutant(
         "lorashard/training/trainer.py",
@@ -211,7 +211,7 @@ MUTANTS: dict[str, Mutant] = {
         "_read_step(line) > last_step:",
         "_read_step(line) > last_step + 1:",
         "a step after the checkpoint is there twice in what a resumed run has written",
-        ("tests/unit/runs/test_runs.py",),
+        ("tests/unit/runs/test_folder.py",),
     ),
     "number given again": Mutant(
         "lorashard/runs/lock.py",
@@ -225,14 +225,14 @@ MUTANTS: dict[str, Mutant] = {
         "for step in sorted(set().union(*filter(None, everyone)), reverse=True):",
         "for step in sorted(set().union(*filter(None, everyone))):",
         "a run goes on from the oldest checkpoint, and does its steps again",
-        ("tests/unit/training/test_resuming.py",),
+        ("tests/unit/training/test_resume.py",),
     ),
     "finished adapter lost": Mutant(
         "lorashard/training/resume_request.py",
         'if (folder / "adapter_config.json").exists() and not config.overwrite_output_dir:',
         'if (folder / "adapter_config.json").exists() and config.overwrite_output_dir:',
         "a start afresh deletes a finished adapter",
-        ("tests/unit/training/test_resuming.py",),
+        ("tests/unit/training/test_resume.py",),
     ),
     # The launcher
     "mistake repeated": Mutant(
@@ -268,7 +268,7 @@ MUTANTS: dict[str, Mutant] = {
         "is_asked, self._is_save_asked = self._is_save_asked, False",
         "is_asked = self._is_save_asked",
         "each step after a request saves a checkpoint",
-        ("tests/unit/runtime/test_stopping.py",),
+        ("tests/unit/runtime/test_signals.py",),
     ),
     "ended rank missed": Mutant(
         "lorashard/runtime/heartbeat.py",
@@ -282,7 +282,7 @@ MUTANTS: dict[str, Mutant] = {
         "rank = min(recorded,",
         "rank = max(recorded,",
         "the rank that lost its peer is blamed in place of the one that failed",
-        ("tests/unit/runs/test_failures.py",),
+        ("tests/unit/runtime/test_failures.py",),
     ),
     "log shown again": Mutant(
         "lorashard/launch/log_mirror.py",
@@ -339,6 +339,6 @@ MUTANTS: dict[str, Mutant] = {
         "while done < len(view):",
         "if done < len(view):",
         "of a tensor of more than 2 GiB the rest stays unread",
-        ("tests/unit/weights/test_checkpoint.py",),
+        ("tests/unit/weights/test_safetensors_files.py",),
     ),
 }
