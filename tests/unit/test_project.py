@@ -27,7 +27,7 @@ CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
 PRIVATES = {
     "tests/e2e/launch/test_hang.py::SITECUSTOMIZE": "makes tokenizing slow inside of a run's own process",
     "tests/e2e/training/test_soak.py::import": "leaves the process group as finetune does, many times in one process",
-    "tests/unit/runs/test_folder.py::test_a_plan_that_cannot_be_made_ends_no_run": "only a whole training shows it otherwise",
+    "tests/unit/runs/test_folder.py::test_a_plan_that_cannot_be_made_ends_no_run": "only a whole training shows it too",
 }
 STORE = {"torch.distributed"}  # whose PrefixStore is no collective
 ELASTIC_LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
