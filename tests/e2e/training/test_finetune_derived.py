@@ -29,9 +29,9 @@ def test_a_run_goes_on_when_its_derived_base_was_deleted(task):
         return result.stdout + result.stderr
 
     half = STEPS // 2
-    assert "pissa_niter_4 keeps a derived base of" in call("validate", *make_options(task, "none", **PISSA))
+    assert "pissa_niter_4 keeps" in call("validate", *make_options(task, "none", **PISSA))
     told = call("finetune", *make_options(task, "whole", save_steps=half, **PISSA))
-    assert "trains on a base that is derived from" in told and "made now" in told
+    assert "derived from" in told and "made now" in told
     call("finetune", *make_options(task, "part", save_steps=half, max_steps=half, **PISSA))
     (derived,) = (folder for folder in (task / "hf/lorashard/derived").iterdir() if folder.is_dir())
     shutil.rmtree(derived)

@@ -165,7 +165,7 @@ def test_packages_that_are_missing_or_old_are_named(monkeypatch):
 
     [check] = machine.check_packages()
 
-    assert check.result == "FAIL" and "no-such-package is not installed" in check.found
+    assert check.result == "FAIL" and "no-such-package" in check.found
     assert check.mend == "pip install 'torch>=99' 'no-such-package<2,>=1'"
 
 
