@@ -13,7 +13,7 @@ from playwright.sync_api import Locator, Page, expect
 # Both as an answer, if the model repeats it, and as a question, which is shown by the same function.
 EVIL = '<img src="http://other.example/x.png" onerror="window.evil=1"><script>window.evil=2</script>'
 EVIL_MARKDOWN = "![x](http://other.example/y.png) [l](javascript:window.evil=3)"
-LOAD_MS = 60_000
+LOAD_MS = 120_000
 
 
 @pytest.fixture(scope="module")

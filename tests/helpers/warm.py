@@ -70,7 +70,7 @@ class Popen(ForkingPopen):
     """`subprocess.Popen` whose Python is forked from one that has imported everything; it is a child all the same."""
 
     def _fork(self, words: list[str], environment: dict[str, str], folder: str, streams: Sequence[int]) -> int:
-        requests = _find_zygote(_read_settings(environment))
+        settings = _read_settings(environment)
         request = {
             "words": words,
             "environment": environment,
@@ -80,9 +80,8 @@ class Popen(ForkingPopen):
         process = ctypes.CDLL(None)
         process.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
-            socket.send_fds(requests, [json.dumps(request).encode()], list(streams))
-            answer = requests.recv(100)
-            assert answer, "the process that forks has ended: its stderr says why"
+            answer = _ask(settings, request, streams) or _ask(settings, request, streams)
+            assert answer, "two processes that fork have ended: their stderr says why"
             return int(answer)
         finally:
             process.prctl(_PR_SET_CHILD_SUBREAPER, 0)
@@ -110,6 +109,18 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **options: Any)
 
 def _read_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in _SETTINGS if name in environment}
+
+
+def _ask(settings: dict[str, str], request: dict[str, Any], streams: Sequence[int]) -> bytes:
+    """Return the id of the process that was forked; nothing where the one that forks has ended, which is forgotten."""
+    requests = _find_zygote(settings)
+    with suppress(ConnectionError):
+        socket.send_fds(requests, [json.dumps(request).encode()], list(streams))
+        answer = requests.recv(100)
+        if answer:
+            return answer
+    del _zygotes[json.dumps(settings)]
+    return b""
 
 
 def _find_zygote(settings: dict[str, str]) -> socket.socket:

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -343,6 +344,8 @@ def be_zygote(requests: socket.socket) -> NoReturn:
         if requests.recv(1, socket.MSG_PEEK):
             prepare()
             serve(requests)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())  # the tests' own streams are not for this process
     finally:
         os._exit(0)
 

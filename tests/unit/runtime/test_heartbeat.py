@@ -231,7 +231,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(group: Group) -> None:
         details = failure["extraInfo"]
         assert details["user_error"].startswith(f"rank 1 (host {socket.gethostname()}, pid {group.ranks[1].pid}) has")
         assert "process is stopped" in details["user_error"]
-        assert "'train' of step 7, at unit/runtime/test_heartbeat.py" in details["user_error"]
+        assert "'train' of step 7, at " in details["user_error"]
         assert (details["exit_code"], details["is_hang"]) == (1, True)
     assert len(failures) == 2
     assert len(list(group.folder.glob("told_*"))) == 1
