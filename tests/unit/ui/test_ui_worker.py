@@ -127,11 +127,13 @@ def test_a_hang_ends_in_time(make_worker, tmp_path):
 def ask_at_once(worker: Worker, folder: Path, is_over: threading.Event) -> tuple[list[threading.Thread], list[str]]:
     """Have three ask what takes a minute, again and again until it is over; return when one is being answered."""
     said: list[str] = []
+    asked: list[Path] = []
     begin = threading.Barrier(3)
 
     def ask(place: Path) -> None:
         begin.wait()
         while True:
+            asked.append(place)
             try:
                 worker.plan(["hang", str(place)])
             except ConfigError as error:
@@ -142,7 +144,7 @@ def ask_at_once(worker: Worker, folder: Path, is_over: threading.Event) -> tuple
     threads = [threading.Thread(target=ask, args=(folder / str(number),)) for number in range(3)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: list(folder.iterdir()))
+    wait_until(lambda: list(folder.iterdir()) and len(asked) == 3)
     return threads, said
 
 
