@@ -167,7 +167,6 @@ def test_a_stop_at_an_epoch_s_end_leaves_its_evaluation_out_of_nothing(task):
     assert read_evaluations(out) == read_evaluations(expected) and 6 in read_evaluations(out)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_of_dpo_keeps_its_reference(task):
     """A reference adapter that is made anew from the trained one, or is left out of a checkpoint, moves the goal."""
     rows = [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()[:22]]
