@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import warm
+from helpers.after_import import call_after_import
 from helpers.finetune import LORASHARD, make_options, read_lines
 from helpers.forked_ranks import wait_for_end
 from helpers.ranks import find_ranks
@@ -25,7 +26,7 @@ from helpers.ranks import find_ranks
 # Imported by every process of a run: calls that change the disk take longer, so that a kill can come between them, and
 # ranks write down the rows that they train on.
 _SITE = """
-import importlib.abc, importlib.util, json, os, signal, sys, time
+import json, os, signal, sys, time
 
 SLOW_S = float(os.environ.get("TEST_SLOW_S", "0"))
 
@@ -58,22 +59,7 @@ def watch(module):
         return train(self, model, inputs, *args, **kwargs)
     training_step.is_watched = True
     module.SurvivingTrainer.training_step = training_step
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "lorashard.training.trainer":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (execute(module), watch(module))
-        return spec
-
-if "lorashard.training.trainer" in sys.modules:
-    watch(sys.modules["lorashard.training.trainer"])
-else:
-    sys.meta_path.insert(0, Finder())
-"""
+""" + call_after_import("lorashard.training.trainer", "watch")
 
 
 def start(

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import warm
+from helpers.after_import import call_after_import
 from helpers.cases import slow
 from helpers.ranks import find_ranks
 from helpers.tiny import build_base
@@ -29,7 +30,7 @@ WORDS = ["<pad>", "</s>", "one", "two", "three", "four", "five"]
 # Python runs it at the start of every process: ranks take their time in the phases that PAUSES names, rank by rank,
 # until `hurry` is there or they were started again. Each writes down where all stood by the beats that it read last.
 SITECUSTOMIZE = """
-import importlib.machinery, json, os, sys, time
+import json, os, sys, time
 
 def find_rank():
     return os.environ.get("RANK", "0")
@@ -71,24 +72,7 @@ def watch(module):
     module.api.load = slow("load", module.api.load)
     trl.SFTTrainer.training_step = slow("train", trl.SFTTrainer.training_step)
     trl.SFTTrainer.prediction_step = slow("evaluate", trl.SFTTrainer.prediction_step)
-
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name != "lorashard.training.train":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            watch(module)
-        spec.loader.exec_module = exec_module
-        return spec
-
-if "lorashard.training.train" in sys.modules:
-    watch(sys.modules["lorashard.training.train"])
-else:
-    sys.meta_path.insert(0, Finder())
-"""
+""" + call_after_import("lorashard.training.train", "watch")
 
 
 @pytest.fixture(scope="module")

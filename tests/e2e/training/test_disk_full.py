@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import warm
+from helpers.after_import import call_after_import
 from helpers.finetune import LORASHARD, make_options, read_lines, run
 from helpers.tiny import add_lora, build_base
 from safetensors.torch import load_file
@@ -25,7 +26,7 @@ _SIZE = "16m"
 _WAIT_S = 180
 # Run by Python at the start of every process: before a step that HOLDS names, ranks wait until `go_STEP` is there.
 _SITE = """
-import importlib.machinery, json, os, sys, time
+import json, os, sys, time
 
 HOLDS = json.loads(os.environ["HOLDS"])
 
@@ -37,24 +38,7 @@ def hold(module):
             time.sleep(0.02)
         return train(self, *args, **kwargs)
     module.SurvivingTrainer.training_step = training_step
-
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name != "lorashard.training.trainer":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-        def exec_module(module):
-            execute(module)
-            hold(module)
-        spec.loader.exec_module = exec_module
-        return spec
-
-if "lorashard.training.trainer" in sys.modules:
-    hold(sys.modules["lorashard.training.trainer"])
-else:
-    sys.meta_path.insert(0, Finder())
-"""
+""" + call_after_import("lorashard.training.trainer", "hold")
 
 
 @pytest.fixture
