@@ -16,6 +16,7 @@ from ..errors import ShardError
 from .launch_env import LauncherEnv
 from .progress import write_line
 
+ROLL_CALL = "present"  # the step that says: this rank's process still runs
 _MOMENT_S = 1.0  # a shorter wait for other ranks is not worth a word in the store
 
 
@@ -168,6 +169,14 @@ class RankStore:
     def find_absent(self, step: str) -> list[int]:
         """Return the ranks that have not come to `step`."""
         return [rank for rank in range(self._size) if not self._store.check([f"{step}/{rank}"])]
+
+    def call_roll(self) -> None:
+        """Ask every rank to come to `ROLL_CALL`, whatever else it waits for."""
+        self._store.set("roll-call", "")
+
+    def is_roll_called(self) -> bool:
+        """Tell whether some rank has called the roll."""
+        return self._store.check(["roll-call"])
 
     def post(self, word: str) -> None:
         """Say something in place of what this rank said before."""

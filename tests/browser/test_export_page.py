@@ -45,15 +45,22 @@ def wait_for_job(page: Page, kind: str, state: str) -> None:
     expect(row).to_contain_text(state)
 
 
-def press_until_said(button: Locator, place: Locator, said: str) -> None:
-    """Press a button until its answer is there: Gradio takes no click while an earlier answer is under way."""
+def press_until_said(field: Locator, value: str, button: Locator, place: Locator, said: str) -> None:
+    """Fill a field and press a button until its answer is there.
+
+    A tab that has only now been opened may draw its fields anew, empty, and Gradio takes no click while an earlier
+    answer is under way.
+    """
 
     def press() -> bool:
+        if field.input_value() != value:
+            field.fill(value)
+            field.press("Tab")
         button.click()
         button.page.wait_for_timeout(300)
         return any(said in text for text in place.all_inner_texts())
 
-    wait_until(press)
+    wait_until(press, lambda: f"{said!r} was not said; {place.all_inner_texts()}, {field.input_value()!r}")
 
 
 def test_the_adapter_is_downloaded_and_nothing_else(server, page, tmp_path):
@@ -109,12 +116,11 @@ def test_a_mistake_is_answered_and_no_token_asked_for(server, page):
     expect(page.get_by_role("button", name="Download the adapter (")).to_be_enabled()
     alert = page.get_by_role("alert").filter(visible=True)
     choose(page, "Merge")
-    page.get_by_label("Upload to").fill("https://me:password@other.example/x")
-    page.get_by_label("Upload to").press("Tab")
-    press_until_said(page.get_by_role("button", name="Merge", exact=True), alert, "://")
+    merge = page.get_by_role("button", name="Merge", exact=True)
+    press_until_said(page.get_by_label("Upload to"), "https://me:password@other.example/x", merge, alert, "://")
     assert "password" not in alert.inner_text() and "Traceback" not in alert.inner_text()
     choose(page, "Push")
     expect(page.get_by_text("Tokens are not").filter(visible=True)).to_be_visible()
-    page.get_by_label("Repo", exact=True).fill("me/model")
-    press_until_said(page.get_by_role("button", name="Upload the adapter"), alert, "hf auth login")
+    upload = page.get_by_role("button", name="Upload the adapter")
+    press_until_said(page.get_by_label("Repo", exact=True), "me/model", upload, alert, "hf auth login")
     assert len(Jobs(server.root).list()) == before

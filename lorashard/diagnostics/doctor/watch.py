@@ -9,18 +9,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ...errors import LorashardError
 from ...runtime.launch_env import LauncherEnv
-from ...runtime.rank_store import RankStore
+from ...runtime.rank_store import ROLL_CALL, RankStore
 from .checks import Check, explain_error
 
 _INTERVAL_S = 0.2
 _LAST_RESORT_S = 15
+_ROLL_CALL_S = 3
 _SPOKEN = "spoken"
 
 
@@ -93,6 +94,8 @@ class Watch(threading.Thread):
             failure = self._store.read_failure() if self._store else None
             if failure is not None:
                 return Check(**json.loads(failure))
+            if self._store and self._store.is_roll_called():
+                self._store.note(ROLL_CALL)
             return Check(step.name, "FAIL", self._explain_wait(step), step.mend) if is_late else None
         except RuntimeError as error:  # the store is gone, and with it the rank that kept it: it may have finished
             found = f"the ranks' meeting place is gone: {explain_error(error)}"
@@ -103,11 +106,22 @@ class Watch(threading.Thread):
         return self._env.rank if self._env else 0
 
     def _explain_wait(self, step: _Step) -> str:
-        absent = self._store.find_absent(step.name) if self._store else []
-        if not absent:
-            return f"all ranks are there, but it did not end within {step.timeout_s} s"
-        who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
-        return f"{who} did not answer within {step.timeout_s} s: stopped, stuck, or still starting"
+        if absent := self._store.find_absent(step.name) if self._store else []:
+            return f"{_name_ranks(absent)} did not answer within {step.timeout_s} s: stopped, stuck, or still starting"
+        if stopped := self._find_stopped():
+            return f"{_name_ranks(stopped)} began it and then stopped: it did not end within {step.timeout_s} s"
+        return f"all ranks are there, but it did not end within {step.timeout_s} s"
+
+    def _find_stopped(self) -> list[int]:
+        """Return the ranks whose processes do not run: of the others this thread answers."""
+        if self._store is None:
+            return []
+        self._store.call_roll()
+        self._store.note(ROLL_CALL)
+        until_s = time.monotonic() + _ROLL_CALL_S
+        while (stopped := self._store.find_absent(ROLL_CALL)) and time.monotonic() < until_s:
+            time.sleep(_INTERVAL_S)
+        return stopped
 
     def _end(self, check: Check, is_own: bool = False) -> NoReturn:
         self._ending.acquire()  # for ever: of this thread and the main one the first ends the process
@@ -144,3 +158,7 @@ class Watch(threading.Thread):
         until_s = time.monotonic() + _LAST_RESORT_S / 2
         while time.monotonic() < until_s and len(self._store.find_absent(_SPOKEN)) == self._env.world_size:
             time.sleep(_INTERVAL_S)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -101,6 +101,7 @@ def begin_anew(rank: int, folder: str) -> list[int]:
         counts.append(count_threads())
         store = f"file://{Path(folder, str(number))}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    dist.barrier()  # or the first to return ends while the other still connects to it
     return counts
 
 

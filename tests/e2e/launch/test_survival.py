@@ -27,7 +27,7 @@ from helpers.survival import (
 )
 from safetensors.torch import load_file
 
-CPU_BUDGET_S = 110  # some 35 forked runs, and a real one
+CPU_BUDGET_S = 130  # some 35 forked runs, and a real one
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-CPU_BUDGET_S = 80  # two real starts of two ranks, and some 12 forked runs
+CPU_BUDGET_S = 110  # two real starts of two ranks, and some 12 forked runs
 
 
 @pytest.fixture(scope="module")
