@@ -296,7 +296,7 @@ def _env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 
 @app.command("doctor", cls=_use_command("DoctorOptions"), context_settings=_ANY_OPTIONS)
 def _doctor(ctx: typer.Context) -> int:
-    """Try packages, GPUs, links, memory and disks here; say what is wrong and how to mend it."""
+    """Try packages, GPUs, links, memory and disks here; say what is wrong and how to fix it."""
     from .config.use_options import DoctorOptions
 
     options = DoctorOptions.read(ctx.args)
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
             return error.exit_code
         if find_fault(error) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-            refused = ConfigError(f"a disk refuses: {error}; make room or mend it, and run this again")
+            refused = ConfigError(f"a disk refuses: {error}; make room or fix it, and run this again")
             return _report(refused, exit_code=2, is_plain=True)
         return _report(error, exit_code=1, is_plain=False)
 

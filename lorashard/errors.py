@@ -1,12 +1,58 @@
-"""The errors that lorashard raises on purpose; each message says what was expected, found, where, and what to do."""
+"""The errors that lorashard raises on purpose: fields that code reads, and one sentence made of them for people."""
+
+from __future__ import annotations
+
+from typing import Any
 
 
 class LorashardError(Exception):
-    """Base of lorashard's own errors."""
+    """Base of lorashard's own errors. `str()` makes the sentence: `where: option: problem: expected, found; fix`.
+
+    Attributes:
+        problem: what is wrong, where "expected, found" alone does not say it; empty otherwise.
+        option: the option, argument, field or environment variable that is wrong.
+        expected: what would have worked.
+        found: what was there.
+        where: the file, line, row or folder.
+        fix: what to do.
+    """
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        option: str | None = None,
+        expected: Any = None,
+        found: Any = None,
+        where: Any = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(problem)  # the rest is pickled with the attributes
+        self.problem = problem
+        self.option = option
+        self.expected = expected
+        self.found = found
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        sides = (("expected", self.expected), ("found", self.found))
+        clause = ", ".join(f"{name} {value}" for name, value in sides if value is not None)
+        parts = (self.where, self.option, self.problem, clause)
+        sentence = ": ".join(str(part) for part in parts if part not in (None, ""))
+        return f"{sentence}; {self.fix}" if self.fix else sentence
+
+    def to_json(self) -> dict[str, str]:
+        """Return the fields that are set, as strings, and `type`, the name of the class."""
+        names = ("problem", "option", "expected", "found", "where", "fix")
+        values = {name: getattr(self, name) for name in names}
+        return {"type": type(self).__name__} | {
+            name: str(value) for name, value in values.items() if value not in (None, "")
+        }
 
 
 class UserError(LorashardError):
-    """Something the person can mend: the command line reports it in one line and exits with code 2."""
+    """Something the user can fix: the command line reports it in one line and exits with code 2."""
 
 
 class ConfigError(UserError):
@@ -14,7 +60,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A dataset, or a row of it, that cannot be trained on."""
+    """A dataset, or an example of it, that cannot be trained on."""
 
 
 class CheckpointError(UserError):
@@ -26,7 +72,7 @@ class VerificationError(LorashardError):
 
 
 class TrainingError(LorashardError):
-    """Numbers that no training comes back from: the command line reports it in one line and exits with code 1."""
+    """Values that no training recovers from: the command line reports it in one line and exits with code 1."""
 
 
 class RunStopped(LorashardError):
@@ -34,4 +80,4 @@ class RunStopped(LorashardError):
 
 
 class ShardError(LorashardError):
-    """A use of the engine that would give wrong numbers: a sharded weight read, ranks that diverged, no slot left."""
+    """A use of the engine that would give wrong values: a sharded weight read, ranks that diverged, no slot left."""

@@ -297,7 +297,7 @@ def _skip(pattern: str, text: str, start: int) -> int:
 
 def _explain_broken_list(name: str, number: int, message: str) -> str:
     return (
-        f"{name} is broken JSON after row {number} ({message}), and what follows cannot be told apart into rows: mend "
+        f"{name} is broken JSON after row {number} ({message}), and what follows cannot be told apart into rows: fix "
         "it, or write one object a line in a .jsonl file, where a broken line spoils no other"
     )
 

@@ -112,7 +112,7 @@ def append_lines(path: Path, lines: deque[str]) -> None:
             while left:
                 left = left[os.write(descriptor, left) :]
         except OSError:
-            with suppress(OSError):  # it is mended before the next line then
+            with suppress(OSError):  # it is fixed before the next line then
                 os.ftruncate(descriptor, end)
             raise
     finally:

@@ -147,7 +147,7 @@ class FiniteTrainer(Trainer):
         if not self.nonfinite.skips:
             raise TrainingError(
                 f"{line}. Go on without such steps (--on_nonfinite skip --resume auto), or start anew with these rows "
-                "mended or a lower learning rate"
+                "fixed or a lower learning rate"
             )
         self.nonfinite.tell(f"{line}. The step is left out (on_nonfinite: skip)")
         self._num_skipped += 1

@@ -95,7 +95,7 @@ def summarize(form: Form) -> str:
     if form.problems:
         lines = [markup.tag("li", problem) for problem in form.problems.values()]
         return markup.tag(
-            "div", "\u2715 To mend before it can start:", markup.tag("ul", *lines), class_="note note-error"
+            "div", "\u2715 To fix before it can start:", markup.tag("ul", *lines), class_="note note-error"
         )
     if form.missing:
         return markup.note(f"Still to give: {' and '.join(_NAMES[name] for name in form.missing)}.", "warning")

@@ -81,7 +81,7 @@ def find_nonfinite(facts: Facts) -> Iterator[Alert]:
         what = "1 step was" if total == 1 else f"{total} steps were"
         sentence = (
             f"{what} left out, since their numbers were not finite (the last up to step {step}): nothing is learned "
-            "from them; if it goes on so, mend the rows or lower the learning rate"
+            "from them; if it goes on so, fix the rows or lower the learning rate"
         )
         yield Alert("nan", "warning", None, step, sentence, times.get(step))
 

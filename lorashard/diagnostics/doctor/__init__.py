@@ -1,4 +1,4 @@
-"""`lorashard doctor`: what would stop or slow a run here, and how to mend it.
+"""`lorashard doctor`: what would stop or slow a run here, and how to fix it.
 
 Read in this order: `checks` (what a check is), `machine` (those that need one process), `ranks` (those that need all),
 `watch` (how a rank leaves a collective that never ends).

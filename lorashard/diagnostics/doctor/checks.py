@@ -22,14 +22,14 @@ class Check:
 
     Attributes:
         found: what was measured, or what is wrong.
-        mend: what to do about it, where `found` does not say it.
+        fix: what to do about it, where `found` does not say it.
         figures: the numbers in `found`, with their units in their names.
     """
 
     name: str
     result: Result
     found: str
-    mend: str | None = None
+    fix: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -40,9 +40,9 @@ class Check:
         head = f"{self.result:<4}  {self.name:<{_NAME_WIDTH}}  "
         indent = " " * len(head)
         lines = textwrap.wrap(head + self.found, _WIDTH, subsequent_indent=indent, break_long_words=False)
-        if self.mend:
+        if self.fix:
             lines += textwrap.wrap(
-                f"{indent}-> {self.mend}", _WIDTH, subsequent_indent=indent + "   ", break_long_words=False
+                f"{indent}-> {self.fix}", _WIDTH, subsequent_indent=indent + "   ", break_long_words=False
             )
         return "\n".join(lines)
 
@@ -65,7 +65,7 @@ def merge_ranks(by_rank: Sequence[Sequence[Check]]) -> list[Check]:
 
 
 def _of_rank(rank: int, check: Check) -> Check:
-    return Check(check.name, check.result, f"rank {rank}: {check.found}", check.mend, check.figures)
+    return Check(check.name, check.result, f"rank {rank}: {check.found}", check.fix, check.figures)
 
 
 def explain_error(error: BaseException) -> str:

@@ -86,7 +86,7 @@ def run_bounded(name: str, run: Callable[[], Iterator[Check]], timeout_s: float)
         try:
             found.extend(run())
         except Exception as error:  # whatever it is, it is what the check finds
-            found.append(Check(name, "FAIL", f"cannot be checked: {explain_error(error)}", "mend that first"))
+            found.append(Check(name, "FAIL", f"cannot be checked: {explain_error(error)}", "fix that first"))
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
@@ -132,15 +132,15 @@ def check_gpus(options: DoctorOptions) -> Iterator[Check]:
         return
     gpus = find_gpus()
     if gpus.problem:
-        mend = "see whether nvidia-smi works; reboot after an update of the driver; start a container with --gpus all"
-        yield Check("GPUs", "FAIL", gpus.problem, mend)
+        fix = "see whether nvidia-smi works; reboot after an update of the driver; start a container with --gpus all"
+        yield Check("GPUs", "FAIL", gpus.problem, fix)
         return
     if not gpus.count:
         if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-            found, mend = "none is visible, as CUDA_VISIBLE_DEVICES has it", "unset it, or name the GPUs to use"
+            found, fix = "none is visible, as CUDA_VISIBLE_DEVICES has it", "unset it, or name the GPUs to use"
         else:
-            found, mend = "none was found", "if there are some: install the driver, start a container with --gpus all"
-        yield Check("GPUs", "warn", f"{found}: ranks compute on the CPU", f"{mend}; --cpu N says that it is meant")
+            found, fix = "none was found", "if there are some: install the driver, start a container with --gpus all"
+        yield Check("GPUs", "warn", f"{found}: ranks compute on the CPU", f"{fix}; --cpu N says that it is meant")
         return
     import torch
 
@@ -168,12 +168,12 @@ def check_memory() -> Iterator[Check]:
     if limit_bytes is not None:
         found += f" of {show_bytes(limit_bytes)} that the container or job may use"
     if free_bytes < _LOW_MEMORY_BYTES:
-        mend = "end what else runs here, or allow the container or job more memory; `--placement host` needs most"
-        yield Check("memory", "warn", found, mend, figures)
+        fix = "end what else runs here, or allow the container or job more memory; `--placement host` needs most"
+        yield Check("memory", "warn", found, fix, figures)
     elif free_bytes < system_bytes / 2:
         found += f", while the machine has {show_bytes(system_bytes)} free, which plans count on"
-        mend = "a rank beyond the limit is killed: allow more, or choose `--placement shard` or `file` yourself"
-        yield Check("memory", "warn", found, mend, figures)
+        fix = "a rank beyond the limit is killed: allow more, or choose `--placement shard` or `file` yourself"
+        yield Check("memory", "warn", found, fix, figures)
     else:
         yield Check("memory", "ok", found, None, figures)
 
@@ -184,16 +184,16 @@ def check_limits() -> Iterator[Check]:
     if shm.is_dir():
         free_bytes = shutil.disk_usage(shm).free
         is_low = free_bytes < _LOW_SHM_BYTES
-        mend = "NCCL and data loaders talk through it: start the container with --shm-size=8g or --ipc=host"
+        fix = "NCCL and data loaders talk through it: start the container with --shm-size=8g or --ipc=host"
         figures = {"free_bytes": free_bytes}
         found = f"{show_bytes(free_bytes)} free"
-        yield Check("/dev/shm", "warn" if is_low else "ok", found, mend if is_low else None, figures)
+        yield Check("/dev/shm", "warn" if is_low else "ok", found, fix if is_low else None, figures)
     if sys.platform != "win32":
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_low = limit != resource.RLIM_INFINITY and limit < _LOW_OPEN_FILES
-        mend = f"a rank may need more for files and connections: ulimit -n {8 * _LOW_OPEN_FILES}"
+        fix = f"a rank may need more for files and connections: ulimit -n {8 * _LOW_OPEN_FILES}"
         found = "unlimited" if limit == resource.RLIM_INFINITY else f"up to {limit}"
-        yield Check("open files", "warn" if is_low else "ok", found, mend if is_low else None)
+        yield Check("open files", "warn" if is_low else "ok", found, fix if is_low else None)
 
 
 def check_folder(name: str, folder: Path, num_bytes: int) -> Iterator[Check]:
@@ -212,10 +212,10 @@ def check_folder(name: str, folder: Path, num_bytes: int) -> Iterator[Check]:
     figures = {"write_bytes_per_s": speed, "free_bytes": free_bytes}
     found = f"{where}: {num_bytes >> 20} MiB written at {speed / 1e6:.0f} MB/s, {show_bytes(free_bytes)} free"
     if not is_locking:
-        mend = (
+        fix = (
             "the file system has no locks, so processes damage each other's files: choose another, such as a local one"
         )
-        yield Check(name, "FAIL", f"{where}: a lock holds nobody back", mend, figures)
+        yield Check(name, "FAIL", f"{where}: a lock holds nobody back", fix, figures)
     elif free_bytes < _LOW_DISK_BYTES:
         yield Check(name, "warn", found, "make room: checkpoints and downloads need it", figures)
     elif speed < _SLOW_DISK_BYTES_PER_S and num_bytes >= _PROBE_BYTES:
@@ -300,8 +300,8 @@ def _check_plugins(environ: Mapping[str, str]) -> Iterator[Check]:
     file = find_accelerate_config()
     kind = str(read_accelerate_config().get("distributed_type", "NO"))
     if file is not None and kind not in _PLAIN_TYPES:
-        mend = "choose plain multi-GPU in `accelerate config`, or give `accelerate launch --multi_gpu`"
-        yield Check("environment", "warn", f"{hide_secrets(str(file))} has distributed_type {kind}", mend)
+        fix = "choose plain multi-GPU in `accelerate config`, or give `accelerate launch --multi_gpu`"
+        yield Check("environment", "warn", f"{hide_secrets(str(file))} has distributed_type {kind}", fix)
 
 
 def _check_interfaces(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -330,9 +330,9 @@ def _check_slowing(environ: Mapping[str, str]) -> Iterator[Check]:
                 "environment", "warn", f"{name} is set: {effect}", f"unset {name} unless something fails without it"
             )
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        mend = "unset TORCH_DISTRIBUTED_DEBUG when you have found what you look for"
+        fix = "unset TORCH_DISTRIBUTED_DEBUG when you have found what you look for"
         found = "TORCH_DISTRIBUTED_DEBUG is DETAIL: every collective is checked first"
-        yield Check("environment", "warn", found, mend)
+        yield Check("environment", "warn", found, fix)
 
 
 def _check_threads(options: DoctorOptions, environ: Mapping[str, str]) -> Iterator[Check]:
@@ -360,10 +360,10 @@ def check_hub() -> Iterator[Check]:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # the HTTP library's own classes differ between versions of the hub's client
         reason = hide_secrets(explain_error(error))
-        mend = (
+        fix = (
             "behind a proxy set HTTPS_PROXY; for a mirror HF_ENDPOINT; without a network HF_HUB_OFFLINE=1 saves waiting"
         )
-        yield Check("hub", "warn", f"{endpoint} does not answer: {reason}", mend)
+        yield Check("hub", "warn", f"{endpoint} does not answer: {reason}", fix)
         return
     answer_s = time.perf_counter() - begin_s
     yield Check("hub", "ok", f"{endpoint} answers in {answer_s:.2f} s", None, {"answer_s": answer_s})

@@ -27,20 +27,20 @@ _SLOW_HOST_LINK_BYTES_PER_S = 6e9
 _FOREIGN_BYTES = 2 * 2**30  # less may be this process's own context and NCCL's buffers
 _SLOW_RANK_SHARE = 0.6
 
-_MEND_IMPORTS = "reinstall the package that it names; where nothing is broken, the disk with the packages is very slow"
-_MEND_MEETING = (
+_FIX_IMPORTS = "reinstall the package that it names; where nothing is broken, the disk with the packages is very slow"
+_FIX_MEETING = (
     "see the ranks' logs; several machines: can they reach MASTER_ADDR, and does GLOO_SOCKET_IFNAME or "
     "NCCL_SOCKET_IFNAME name the right network? NCCL_DEBUG=INFO tells more"
 )
-_MEND_COLLECTIVES = (
+_FIX_COLLECTIVES = (
     "run it with NCCL_DEBUG=INFO; if it works with NCCL_P2P_DISABLE=1, copies between GPUs are broken (switch off ACS "
     "or the IOMMU in the firmware); if with NCCL_IB_DISABLE=1, InfiniBand is"
 )
-_MEND_BYTES = (
+_FIX_BYTES = (
     "never train on this: a link delivers wrong bytes; try NCCL_P2P_DISABLE=1, and switch off ACS or the IOMMU in the "
     "firmware"
 )
-_MEND_SPEEDS = "does the GPU work alone (`lorashard doctor --gpus 1`)? Restart the machine if no program can use it"
+_FIX_SPEEDS = "does the GPU work alone (`lorashard doctor --gpus 1`)? Restart the machine if no program can use it"
 
 
 def check_ranks(timeout_s: int, known: Sequence[Check], speak: Callable[[Sequence[Check]], None]) -> list[list[Check]]:
@@ -63,34 +63,34 @@ def check_ranks(timeout_s: int, known: Sequence[Check], speak: Callable[[Sequenc
         watch = Watch(read_launcher_env(), timeout_s, lambda check: speak([*found, check]))
     except (RuntimeError, ValueError) as error:
         found.append(
-            Check("ranks", "FAIL", f"their meeting place does not answer: {explain_error(error)}", _MEND_MEETING)
+            Check("ranks", "FAIL", f"their meeting place does not answer: {explain_error(error)}", _FIX_MEETING)
         )
         speak(found)
         raise VerificationError(found[-1].found) from error
-    with watch.step("imports", _MEND_IMPORTS, max(timeout_s, _IMPORTS_TIMEOUT_S)):
+    with watch.step("imports", _FIX_IMPORTS, max(timeout_s, _IMPORTS_TIMEOUT_S)):
         from ...runtime.join import join_launch
-    with watch.step("ranks", _MEND_MEETING, timeout_s):
+    with watch.step("ranks", _FIX_MEETING, timeout_s):
         begin_s = time.perf_counter()
         device = join_launch()
         everyone = dist.gather_objects(device.type)
         met = f"{len(everyone)} on {device.type} met in {time.perf_counter() - begin_s:.2f} s"
         found.append(Check("ranks", "ok", met, None, {"num_ranks": len(everyone)}))
     if len(everyone) > 1:
-        with watch.step("collectives", _MEND_COLLECTIVES, timeout_s):
+        with watch.step("collectives", _FIX_COLLECTIVES, timeout_s):
             found.append(_check_collectives(device))
-        with watch.step("gathers", _MEND_COLLECTIVES, timeout_s):
+        with watch.step("gathers", _FIX_COLLECTIVES, timeout_s):
             found.append(_check_gathers(device))
     if device.type == "cuda":
-        with watch.step("GPU memory", _MEND_SPEEDS, timeout_s):
+        with watch.step("GPU memory", _FIX_SPEEDS, timeout_s):
             found.append(_check_gpu_memory(device))
         found.append(_check_pinning())
-    with watch.step("speeds", _MEND_SPEEDS, timeout_s):
+    with watch.step("speeds", _FIX_SPEEDS, timeout_s):
         dtype, sentence = choose_dtype("auto", device)
         found.append(_judge_dtype(device, dtype, str(sentence)))
         speeds = measure_speeds(device, dtype)
         everyones = [Speeds(**values) for values in dist.gather_objects(asdict(speeds))]
         found += _judge_speeds(device, dtype, speeds, everyones)
-    with watch.step("report", _MEND_COLLECTIVES, timeout_s):
+    with watch.step("report", _FIX_COLLECTIVES, timeout_s):
         return dist.gather_objects(found)
 
 
@@ -113,7 +113,7 @@ def _check_collectives(device: torch.device) -> Check:
     if dist.gather_objects(rank) != list(range(size)):
         wrong.append("gather of objects")
     if wrong:
-        return Check("collectives", "FAIL", f"wrong values from {', '.join(wrong)}", _MEND_BYTES)
+        return Check("collectives", "FAIL", f"wrong values from {', '.join(wrong)}", _FIX_BYTES)
     return Check(
         "collectives", "ok", f"all-reduce, broadcast and gather of objects over {size} ranks give right values"
     )
@@ -137,11 +137,11 @@ def _check_gathers(device: torch.device) -> Check:
     rows = whole.view(size, -1)
     wrong = [str(rank) for rank in range(size) if not torch.equal(rows[rank], pattern + 37 * rank % 256)]
     if wrong:
-        return Check("gathers", "FAIL", f"wrong bytes from rank {', '.join(wrong)}", _MEND_BYTES)
+        return Check("gathers", "FAIL", f"wrong bytes from rank {', '.join(wrong)}", _FIX_BYTES)
     ranks = group.compare([group.rank])
     if group.compare([7]) is not None or ranks != [[rank] for rank in range(size)]:
         return Check(
-            "gathers", "FAIL", f"the gloo group on the host gives {ranks}, expected each rank's number", _MEND_BYTES
+            "gathers", "FAIL", f"the gloo group on the host gives {ranks}, expected each rank's number", _FIX_BYTES
         )
     speed = (size - 1) * shard_bytes / fastest_s
     found = f"{whole.numel() >> 20} MiB from {size} ranks: right bytes, {speed / 1e9:.2f} GB/s into each rank"
@@ -167,8 +167,8 @@ def _check_gpu_memory(device: torch.device) -> Check:
     found = f"{torch.cuda.get_device_name(device)}: {show_bytes(free_bytes)} of {show_bytes(total_bytes)} free"
     figures = {"free_bytes": free_bytes, "total_bytes": total_bytes}
     if foreign_bytes > _FOREIGN_BYTES:
-        mend = "another program uses this GPU: nvidia-smi names it"
-        return Check("GPU memory", "warn", found, mend, figures)
+        fix = "another program uses this GPU: nvidia-smi names it"
+        return Check("GPU memory", "warn", found, fix, figures)
     return Check("GPU memory", "ok", found, None, figures)
 
 
@@ -178,8 +178,8 @@ def _check_pinning() -> Check:
         torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         found = f"{_PINNED_BYTES >> 20} MiB cannot be pinned: {explain_error(error)}"
-        mend = "raise the limit of locked memory (ulimit -l unlimited; docker --ulimit memlock=-1) and free host memory"
-        return Check("pinned memory", "FAIL", found, mend)
+        fix = "raise the limit of locked memory (ulimit -l unlimited; docker --ulimit memlock=-1) and free host memory"
+        return Check("pinned memory", "FAIL", found, fix)
     return Check("pinned memory", "ok", f"{_PINNED_BYTES >> 20} MiB pinned")
 
 
@@ -202,8 +202,8 @@ def _judge_speeds(device: torch.device, dtype: torch.dtype, own: Speeds, everyon
     found = f"{own.flops_per_s / 1e12:.0f} TFLOPS in {name_of(dtype)}"
     figures = {"flops_per_s": own.flops_per_s}
     if own.flops_per_s < _SLOW_RANK_SHARE * best:
-        mend = "all ranks wait for the slowest: is it another model, hot, or at work for another program (nvidia-smi)?"
-        checks.append(Check("compute", "warn", f"{found}, while the fastest has {best / 1e12:.0f}", mend, figures))
+        fix = "all ranks wait for the slowest: is it another model, hot, or at work for another program (nvidia-smi)?"
+        checks.append(Check("compute", "warn", f"{found}, while the fastest has {best / 1e12:.0f}", fix, figures))
     else:
         checks.append(Check("compute", "ok", found, None, figures))
     return checks
@@ -213,8 +213,8 @@ def _judge_host_link(speed: float) -> Check:
     found = f"{speed / 1e9:.1f} GB/s from pinned host memory"
     figures = {"host_bytes_per_s": speed}
     if speed < _SLOW_HOST_LINK_BYTES_PER_S:
-        mend = "less than half of PCIe 3.0 x16: does the card sit in a full slot (nvidia-smi -q -d PCI)?"
-        return Check("host link", "warn", found, mend, figures)
+        fix = "less than half of PCIe 3.0 x16: does the card sit in a full slot (nvidia-smi -q -d PCI)?"
+        return Check("host link", "warn", found, fix, figures)
     return Check("host link", "ok", found, None, figures)
 
 
@@ -222,10 +222,10 @@ def _judge_peers(speed: float, host_speed: float) -> Check:
     pairs = find_pairs_without_peer_access(list(range(torch.cuda.device_count())))
     found = f"{speed / 1e9:.1f} GB/s from other GPUs"
     figures = {"peer_bytes_per_s": speed}
-    mend = "`--placement host` may be faster than `shard`; `auto` weighs both"
+    fix = "`--placement host` may be faster than `shard`; `auto` weighs both"
     if pairs:
         named = ", ".join(f"{a}-{b}" for a, b in pairs[:4]) + (", ..." if len(pairs) > 4 else "")
-        return Check("peer link", "warn", f"{found}; no peer access between GPUs {named}", mend, figures)
+        return Check("peer link", "warn", f"{found}; no peer access between GPUs {named}", fix, figures)
     if speed < host_speed:
-        return Check("peer link", "warn", f"{found}, less than from host memory", mend, figures)
+        return Check("peer link", "warn", f"{found}, less than from host memory", fix, figures)
     return Check("peer link", "ok", found, None, figures)

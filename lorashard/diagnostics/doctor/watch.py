@@ -28,7 +28,7 @@ _SPOKEN = "spoken"
 @dataclass(frozen=True)
 class _Step:
     name: str
-    mend: str
+    fix: str
     timeout_s: int
     deadline_s: float
 
@@ -56,24 +56,24 @@ class Watch(threading.Thread):
         self.start()
 
     @contextmanager
-    def step(self, name: str, mend: str, timeout_s: int) -> Iterator[None]:
+    def step(self, name: str, fix: str, timeout_s: int) -> Iterator[None]:
         """Do what every rank does within the time that is given.
 
         Args:
             name: that of the check that fails if it does not work.
-            mend: what to do then.
+            fix: what to do then.
         """
         # Where native code hangs with the interpreter's lock held, no thread runs but this timer of C.
         faulthandler.dump_traceback_later(timeout_s + _LAST_RESORT_S, exit=True)
         if self._store:
             self._store.note(name)
-        self._step = _Step(name, mend, timeout_s, time.monotonic() + timeout_s)
+        self._step = _Step(name, fix, timeout_s, time.monotonic() + timeout_s)
         try:
             yield
         except Exception as error:  # whatever it is, it is what the check finds
             # lorashard's own errors say what to do.
-            own_mend = None if isinstance(error, LorashardError) else mend
-            self._end(Check(name, "FAIL", f"rank {self._rank}: {explain_error(error)}", own_mend), is_own=True)
+            own_fix = None if isinstance(error, LorashardError) else fix
+            self._end(Check(name, "FAIL", f"rank {self._rank}: {explain_error(error)}", own_fix), is_own=True)
         finally:
             self._step = None
             faulthandler.cancel_dump_traceback_later()
@@ -96,10 +96,10 @@ class Watch(threading.Thread):
                 return Check(**json.loads(failure))
             if self._store and self._store.is_roll_called():
                 self._store.note(ROLL_CALL)
-            return Check(step.name, "FAIL", self._explain_wait(step), step.mend) if is_late else None
+            return Check(step.name, "FAIL", self._explain_wait(step), step.fix) if is_late else None
         except RuntimeError as error:  # the store is gone, and with it the rank that kept it: it may have finished
             found = f"the ranks' meeting place is gone: {explain_error(error)}"
-            return Check(step.name, "FAIL", found, step.mend) if is_late else None
+            return Check(step.name, "FAIL", found, step.fix) if is_late else None
 
     @property
     def _rank(self) -> int:

@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_answer_is_named(rank, tmp_path):
 
     assert code == 1
     [check] = [check for check in find_checks(stdout).values() if check["result"] == "FAIL"]  # the step that it was in
-    assert check["mend"] is not None
+    assert check["fix"] is not None
     assert f"rank {rank} " in check["found"] and " 20 s" in check["found"] and f"rank {rank} " in stderr
     assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
 

@@ -166,7 +166,7 @@ def test_packages_that_are_missing_or_old_are_named(monkeypatch):
     [check] = machine.check_packages()
 
     assert check.result == "FAIL" and "no-such-package" in check.found
-    assert check.mend == "pip install 'torch>=99' 'no-such-package<2,>=1'"
+    assert check.fix == "pip install 'torch>=99' 'no-such-package<2,>=1'"
 
 
 def test_a_good_folder_is_measured_and_left_as_it_was(tmp_path):
@@ -183,7 +183,7 @@ def test_a_file_in_the_folders_place_is_said(tmp_path):
 
     for folder in (tmp_path / "runs", tmp_path / "runs/mine"):
         [check] = machine.check_folder("output_dir", folder, 2**22)
-        assert check.result == "FAIL" and str(folder) in check.found and "file" in (check.mend or "")
+        assert check.result == "FAIL" and str(folder) in check.found and "file" in (check.fix or "")
 
 
 def test_a_limit_on_file_sizes_is_said(tmp_path):
@@ -195,11 +195,11 @@ def test_a_limit_on_file_sizes_is_said(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    assert check.result == "FAIL" and "ulimit -f" in (check.mend or "")
+    assert check.result == "FAIL" and "ulimit -f" in (check.fix or "")
 
 
-@pytest.mark.parametrize(("option", "mend"), [("size=2m", "make room"), ("ro", "may write to")])
-def test_a_disk_that_is_full_or_read_only_is_said(option, mend, tmp_path):
+@pytest.mark.parametrize(("option", "fix"), [("size=2m", "make room"), ("ro", "may write to")])
+def test_a_disk_that_is_full_or_read_only_is_said(option, fix, tmp_path):
     """Catches a probe that does not reach the disk."""
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_or_read_only_is_said(option, mend, tmp_path):
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
-    assert check.result == "FAIL" and mend in (check.mend or "")
+    assert check.result == "FAIL" and fix in (check.fix or "")
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
@@ -284,12 +284,12 @@ def test_the_hub_is_asked(monkeypatch):
     [refused] = machine.check_hub()
 
     assert answered.result == "ok" and server.endpoint in answered.found
-    assert refused.result == "warn" and "does not answer" in refused.found and "HTTPS_PROXY" in (refused.mend or "")
+    assert refused.result == "warn" and "does not answer" in refused.found and "HTTPS_PROXY" in (refused.fix or "")
 
 
 def test_the_rank_for_which_it_went_worst_is_shown():
     """Catches a report of rank 0's health while rank 1's link is broken, and findings of one check mixed up."""
-    healthy = [Check("env", "warn", "a", "mend a"), Check("env", "warn", "b", "mend b"), Check("links", "ok", "fast")]
+    healthy = [Check("env", "warn", "a", "fix a"), Check("env", "warn", "b", "fix b"), Check("links", "ok", "fast")]
     ill = [Check("env", "ok", "a"), Check("env", "ok", "b"), Check("links", "FAIL", "wrong bytes", "stop")]
 
     merged = merge_ranks([healthy, ill])
