@@ -17,18 +17,19 @@ from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight, Workspace
 from ..errors import ConfigError
 from ..runtime.dist import ShardGroup
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
-from ..weights.fingerprint import BaseIdentity, sign_adapter
+from ..weights.fingerprint import BaseIdentity, describe_base
 from .embeddings import Copies, Embeddings, copy_embeddings, put_into_states, take_from_states
 from .generating import prepare_generation
 from .homes import MakeHome
 from .refusals import refuse_calls, refuse_unfrozen_base
 from .releasing import is_whole
-from .saving import after_saving, follow_saving
+from .saving import follow_saving
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
+_QUANTIZATION_ATTRIBUTE = "_lorashard_quantization"
 _ALSO_IGNORED_ATTRIBUTE = "_lorashard_also_ignored_by_ddp"
 
 
@@ -97,7 +98,7 @@ def _keep_states(model: nn.Module, engine: Engine, copies: Copies) -> None:
         keep_base_out(model, engine)
         return
     embeddings = Embeddings(model, engine, copies)
-    follow_saving(model, embeddings)
+    follow_saving(model, embeddings, partial(_describe_base, model))
     if embeddings.are_own:
         take_from_states(model, embeddings)  # before what else is the base's is refused
     keep_base_out(model, engine)
@@ -148,29 +149,25 @@ def remember_base(model: PeftModel, base: LoadedBase) -> None:
     """Let every adapter and state that `model` saves carry the hash of its base, and what it was quantized to."""
     setattr(model, BASE_ATTRIBUTE, base)
     sign_state(model, base.identity, base.quantization)
-    _sign_what_is_saved(model, base.identity, base.quantization)
-    if base.origin is not None:
-        after_saving(model, partial(_sign_for_origin, base.origin, base.folder))
 
 
 def remember_quantization(model: PeftModel, quantization: Quantization | None) -> None:
-    """Let every adapter that `model` saves tell what its base was quantized to, where its files are not known."""
-    if quantization is not None:
-        _sign_what_is_saved(model, None, quantization)
+    """Let every adapter that `model` saves carry what its base was quantized to, where its files are not known."""
+    setattr(model, _QUANTIZATION_ATTRIBUTE, quantization)
 
 
-def _sign_what_is_saved(model: PeftModel, identity: BaseIdentity | None, quantization: Quantization | None) -> None:
-    def sign(folder: Path, given: Mapping[str, Any]) -> None:
-        sign_adapter(folder, identity, quantization, model.get_base_model().dtype)
+def _describe_base(model: PeftModel, first: str | None) -> tuple[Mapping[str, str], Origin | None]:
+    """Return what a saved adapter says of its base; see `DescribeBase`.
 
-    after_saving(model, sign)
-
-
-def _sign_for_origin(origin: Origin, derived: Path, folder: Path, given: Mapping[str, Any]) -> None:
-    """Let an adapter that PEFT has converted, by its first form, belong to the base that was derived from."""
-    first = given["path_initial_model_for_weight_conversion"]
-    if first is not None and Path(first).resolve() == (derived / INITIAL_ADAPTER_NAME).resolve():
-        origin.sign(folder)
+    An adapter that PEFT converts, by its first form, belongs to the base that this one was derived from.
+    """
+    base, dtype = base_of(model), model.get_base_model().dtype
+    if base is None:
+        return describe_base(None, model.__dict__.get(_QUANTIZATION_ATTRIBUTE), dtype), None
+    own_first = (base.folder / INITIAL_ADAPTER_NAME).resolve()
+    if base.origin is not None and first is not None and Path(first).resolve() == own_first:
+        return describe_base(BaseIdentity(base.origin.files)), base.origin
+    return describe_base(base.identity, base.quantization, dtype), None
 
 
 def refuse_merging(model: nn.Module) -> None:
