@@ -30,7 +30,7 @@ from ..model.loading import put_placeholders
 from ..model.refusals import check_config, check_frozen
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
-from ..runtime.disk import describe_fault, show_bytes, sync
+from ..runtime.disk import describe_fault, show_bytes
 from ..runtime.progress import Progress, told_progress
 from ..weights.build_once import make_once
 from ..weights.conversion import Group
@@ -225,14 +225,11 @@ class _Derivation:
             writer.create()
             self._copy(writer)
             model = self._rewrite(folder, writer, state, device)
-            writer.flush()
         model.save_pretrained(str(out / INITIAL_ADAPTER_NAME), save_embedding_layers=False)
         origin.write(out)
         write_companions(out, self._skeleton, self._dtype, False, self._base, None)
         with Checkpoint.open(out) as made:  # every tensor finds its place again, or there is no folder
             self._plan(out, made)
-        for file in (*out.rglob("*"), out):
-            sync(file)
 
     def _copy(self, writer: TensorWriter) -> None:
         """Write what the initialization leaves as it is, and first what it does not: that is written again."""

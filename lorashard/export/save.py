@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
 from ..model.sharding import engine_of
 from ..runs.checkpoints import find_newest
-from ..runtime.disk import describe_fault, find_fault
+from ..runtime.disk import describe_fault, find_fault, sync
 
 _CHECK_NAME = "read_back"
 _CONFIG_NAME = "adapter_config.json"
@@ -43,9 +43,7 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
         tokenizer.save_pretrained(str(partial))
         written = sorted(partial.iterdir(), key=lambda path: path.name == _CONFIG_NAME)
         for path in partial.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file)
+            sync(path)
         for path in written:
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from ..errors import CheckpointError, ConfigError
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
-from ..runtime.disk import describe_fault, show_bytes, sync
+from ..runtime.atomic_folder import name_partial, publish_folder, remove_abandoned
+from ..runtime.disk import describe_fault, show_bytes
 
 
 def check_target(out: Path) -> None:
@@ -29,19 +26,6 @@ def check_target(out: Path) -> None:
         raise ConfigError(f"{out} exists and is not an empty folder: give another target, or remove it first")
     if out.is_mount():
         raise ConfigError(f"{out} is a mount point, which a folder cannot be renamed to: give a folder inside it")
-
-
-def remove_partial(out: Path) -> None:
-    """Remove what processes of this machine that are no longer there have left beside `out`, unfinished.
-
-    For a launcher after it has ended its ranks; every new start does it as well.
-    """
-    out = out.resolve()
-    prefix = _prefix(out)
-    for left in _place_of(out).iterdir():
-        pid = left.name.removeprefix(prefix)
-        if left.name != pid and pid.isdigit() and not _is_running(int(pid)):
-            shutil.rmtree(left)
 
 
 @contextmanager
@@ -60,28 +44,19 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
     Ranks: collective over all ranks.
     """
     out = out.resolve()
-    place = _place_of(out)
-    own = place / f"{_prefix(out)}{os.getpid()}"
-    partial = dist.broadcast_object(own)
+    partial = dist.broadcast_object(name_partial(out))
 
     def prepare() -> None:
         check_target(out)
-        remove_partial(out)
-        _check_room(place, num_bytes, out)
+        remove_abandoned(out)
+        _check_room(partial.parent, num_bytes, out)
         partial.mkdir()
 
-    def finish() -> None:
-        for file in (*partial.iterdir(), partial):
-            sync(file)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(partial, out)
-        sync(out.parent)
-
-    with _exit_on_sigterm(), _explained(out, place, num_bytes):
+    with _exit_on_sigterm(), _explained(out, partial.parent, num_bytes):
         try:
             raise_on_all_ranks(prepare, on_rank=0)
             yield partial
-            raise_on_all_ranks(finish, on_rank=0)
+            raise_on_all_ranks(lambda: publish_folder(partial, out), on_rank=0)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -115,22 +90,6 @@ def _exit_on_sigterm() -> Iterator[None]:
     finally:
         if is_ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _place_of(out: Path) -> Path:
-    """Return the nearest folder above `out` that exists: it is on the same file system."""
-    return next(parent for parent in out.parents if parent.is_dir())
-
-
-def _prefix(out: Path) -> str:
-    return f".{out.name}.partial-{socket.gethostname()}-"
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _check_room(place: Path, num_bytes: int, out: Path) -> None:

@@ -174,8 +174,6 @@ def _write(unit: FoundUnit, source: Source, file: Path, device: torch.device) ->
     fill_shard(buffer, layout, unit, source, 0, device)
     with file.open("wb") as stream:
         stream.write(memoryview(buffer.numpy()))  # type: ignore[arg-type]
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _read_exactly(stream: io.RawIOBase, out: torch.Tensor) -> None:

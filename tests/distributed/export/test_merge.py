@@ -42,8 +42,9 @@ import lorashard
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.export import merger, writing
 from lorashard.export.merger import merge_checkpoint, merge_live
-from lorashard.export.staging import check_target, remove_partial
+from lorashard.export.staging import check_target
 from lorashard.runtime.agreement import raise_on_all_ranks
+from lorashard.runtime.atomic_folder import remove_abandoned
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -463,13 +464,13 @@ def test_what_a_killed_merge_left_is_removed(tmp_path, how):
     prepare(tmp_path)
     process, is_writing = start(tmp_path, "wait")
     assert is_writing.wait(60)
-    remove_partial(tmp_path / "out")
+    remove_abandoned(tmp_path / "out")
     assert len(names_in(tmp_path)) == 3, "a running merge's folder was removed"
     process.kill()
     process.join()
     assert not (tmp_path / "out").exists() and len(names_in(tmp_path)) == 3
     if how == "launcher":
-        remove_partial(tmp_path / "out")
+        remove_abandoned(tmp_path / "out")
         assert names_in(tmp_path) == ["adapter", "base"]
     else:
         merge_checkpoint(tmp_path / "adapter", tmp_path / "out", tmp_path / "base")
