@@ -42,7 +42,7 @@ from ..weights.weights import BaseWeights
 from .base_plan import copy_stored, plan_base
 from .base_values import describe
 from .companions import write_companions
-from .spelling import OriginalSpelling
+from .stored_layout import OriginalLayout
 from .targets import to_base_name
 from .writing import TensorWriter, plan_files
 
@@ -182,8 +182,8 @@ class _Derivation:
                     "it out of target_modules"
                 )
         self._form = {n: [*p.shape] for n, p in probe.named_parameters() if p.requires_grad}
-        self._files = OriginalSpelling(self._skeleton, self.weights, (), {})
-        self._file_plan = plan_files(self._files.tensors, _MAX_FILE_SIZE)
+        self._layout = OriginalLayout(self._skeleton, self.weights, (), {})
+        self._file_plan = plan_files(self._layout.tensors, _MAX_FILE_SIZE)
 
     def name(self, identity: BaseIdentity, state: torch.Tensor) -> str:
         """Return a name that is made of all that the weights are made of."""
@@ -234,10 +234,10 @@ class _Derivation:
     def _copy(self, writer: TensorWriter) -> None:
         """Write what the initialization leaves as it is, and first what it does not: that is written again."""
         for name in self.weights.names:
-            if name not in self._scalings and self._files.batches([name]):
-                for key, begin, value in self._files.spell({name: self.weights.read(name)}):
+            if name not in self._scalings and self._layout.batches([name]):
+                for key, begin, value in self._layout.store({name: self.weights.read(name)}):
                     writer.write(key, begin, value)
-        for key in self._files.copied:
+        for key in self._layout.copied:
             copy_stored(self.weights, self.weights.stored[key], writer)
 
     def _rewrite(self, folder: Path, writer: TensorWriter, state: torch.Tensor, device: torch.device) -> PeftModel:
@@ -247,7 +247,7 @@ class _Derivation:
 
         def write(weight: Placeholder, value: torch.Tensor) -> None:
             nonlocal num_done, last
-            for key, begin, piece in self._files.spell({weight.full_name: value}):
+            for key, begin, piece in self._layout.store({weight.full_name: value}):
                 writer.write(key, begin, piece)
             if last is not None:
                 last.reader = None  # its numbers are in the file, and nobody asks for them again

@@ -41,7 +41,7 @@ from transformers.utils import logging as transformers_logging
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.export import merger, writing
-from lorashard.export.merger import merge_checkpoint, merge_live
+from lorashard.export.merger import merge_checkpoint
 from lorashard.export.staging import check_target
 from lorashard.runtime.agreement import raise_on_all_ranks
 from lorashard.runtime.atomic_folder import remove_abandoned
@@ -573,7 +573,7 @@ def check_live(rank: int, cases: list[tuple[str, str, str, str]], folder: str) -
             plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
             model = lorashard.shard(PeftModel.from_pretrained(plain, adapter), placement)
         before = model(**make_batch()).logits
-        report = merge_live(model, out, max_shard_size="30KB")
+        report = lorashard.merge(model, out, max_shard_size="30KB")
         if not torch.equal(model(**make_batch()).logits, before):
             problems.append(f"{how}, {placement}: the live model has changed")
         if rank == 0:
@@ -615,11 +615,42 @@ def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path, 
     assert run_ranks(check_live, 2, cases, str(tmp_path)) == [[], []]
 
 
+def check_other_base(rank: int, base: str, folder: str) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for number, name in enumerate(("layers.1.mlp.up_proj", "embed_tokens")):
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
+        torch.manual_seed(0)
+        if number:
+            plain.resize_token_embeddings(plain.config.vocab_size + 3)
+        else:
+            plain.get_submodule(f"model.{name}").weight.data[-1, -1] += 1
+        own = f"{folder}/{name}"
+        plain.save_pretrained(own)  # which rank 0 alone does
+        torch.distributed.barrier()
+        model = lorashard.shard(get_peft_model(plain, lora), "shard")
+        with pytest.raises(LorashardError, match=name):
+            lorashard.merge(model, f"{folder}/out")
+        lorashard.merge(model, f"{folder}/out-{number}", own)
+        if rank == 0:
+            merged = AutoModelForCausalLM.from_pretrained(f"{folder}/out-{number}").state_dict()
+            assert find_differences(merged, AutoModelForCausalLM.from_pretrained(own).state_dict()) == []
+    model = lorashard.shard(get_peft_model(build_base("llama"), lora), "shard")
+    with pytest.raises(ConfigError, match="--base"):
+        lorashard.merge(model, f"{folder}/out")
+
+
+def test_a_live_base_that_is_not_in_the_files_is_refused(tmp_path):
+    """The adapter merged into weights that are not the model's: those of the files, before a script changed them."""
+    base = save_base(tmp_path / "base", "llama")
+    run_ranks(check_other_base, 2, str(base), str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_that_is_not_sharded_is_refused(tmp_path):
     """A KeyError for what looks like a right call."""
     model = get_peft_model(build_base("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="merge_and_unload"):
-        merge_live(model, tmp_path / "out")
+        lorashard.merge(model, tmp_path / "out")
 
 
 def check_live_failure(rank: int, base: str, out: str) -> str:
@@ -628,7 +659,7 @@ def check_live_failure(rank: int, base: str, out: str) -> str:
     fail_on(1, rank, RuntimeError("a bug"))
     started = time.monotonic()
     with pytest.raises((RuntimeError, CheckpointError), match="a bug"):
-        merge_live(model, Path(out))
+        lorashard.merge(model, out)
     assert time.monotonic() - started < 30
     return "done"
 
