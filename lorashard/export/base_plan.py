@@ -24,7 +24,7 @@ from .writing import TensorWriter
 
 
 def find_dtype(folder: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> torch.dtype:
-    """Return the dtype that `from_pretrained` with dtype "auto" would give to a model."""
+    """Return the dtype that `from_pretrained` with dtype "auto" loads a model in."""
     found = getattr(read_model_config(folder, trust_remote_code), "dtype", None)
     if isinstance(found, str):
         found = getattr(torch, found)

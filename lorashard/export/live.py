@@ -97,7 +97,7 @@ def check_live_base(
             where=base_folder,
             expected="the values that lorashard.shard was given",
             found=f"others in {len(found)} weights ({shorten(found, 3)})",
-            fix="save the base with save_pretrained before PEFT wraps it, and give that folder as base; an adapter that "
-            "PEFT began with PiSSA or OLoRA is converted by save_pretrained(path_initial_model_for_weight_conversion=...) "
-            "and merged from its folder",
+            fix="save the base with save_pretrained before PEFT wraps it, and give that folder as base; of an adapter "
+            "that PEFT began with PiSSA or OLoRA, merge what "
+            "save_pretrained(path_initial_model_for_weight_conversion=...) saves",
         )

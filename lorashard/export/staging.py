@@ -1,4 +1,4 @@
-"""A folder that several ranks write: it appears under its name when all of it is there, or not at all."""
+"""The folder of a merged model, which several ranks write: complete under its name, or not there at all."""
 
 from __future__ import annotations
 
@@ -23,19 +23,29 @@ def check_target(out: Path) -> None:
         ConfigError: `out` is a file or a folder that is not empty.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder: give another target, or remove it first")
+        raise ConfigError(
+            where=out,
+            expected="a folder that does not exist or is empty",
+            found="a folder that holds something" if out.is_dir() else "a file",
+            fix="give another target, or remove it first",
+        )
     if out.is_mount():
-        raise ConfigError(f"{out} is a mount point, which a folder cannot be renamed to: give a folder inside it")
+        raise ConfigError(
+            "a folder cannot be renamed to a mount point",
+            where=out,
+            found="a mount point",
+            fix="give a folder inside it",
+        )
 
 
 @contextmanager
 def publish(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Give all ranks one folder to fill, which becomes `out` if the block ends well on all of them.
+    """Yield one folder for all ranks to fill, which becomes `out` if the block ends well on all of them.
 
     If it ends in any other way, SIGTERM and KeyboardInterrupt included, nothing is left.
 
     Args:
-        num_bytes: what will be written, by all ranks.
+        num_bytes: what all ranks together will write.
 
     Raises:
         ConfigError: `out` holds something.
@@ -68,14 +78,16 @@ def _explained(out: Path, place: Path, num_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written: it takes {show_bytes(num_bytes)} ({describe_fault(error, place)}); make room "
-            "or give another target; nothing of it is left"
+            f"the merged model of {show_bytes(num_bytes)} could not be written ({describe_fault(error, place)}), and "
+            "nothing of it is left",
+            where=out,
+            fix="make room or give another target",
         ) from error
 
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, unless somebody handles it already."""
+    """Let SIGTERM unwind the stack, unless there is a handler already."""
     is_ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
@@ -96,6 +108,9 @@ def _check_room(place: Path, num_bytes: int, out: Path) -> None:
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < num_bytes:
         raise CheckpointError(
-            f"{out} will take {show_bytes(num_bytes)}, and {show_bytes(free_bytes)} are free in {place}: make room or "
-            "give another target"
+            "the merged model does not fit on the disk",
+            where=out,
+            expected=f"{show_bytes(num_bytes)} free in {place}",
+            found=show_bytes(free_bytes),
+            fix="make room or give another target",
         )

@@ -1,4 +1,4 @@
-"""Safetensors files whose every tensor has its place before the first is written, so that ranks can share the work."""
+"""Safetensors files in which every tensor has its place before the first is written, so that ranks share the work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files of a checkpoint, byte for byte but for the numbers.
+    """The files of a checkpoint, byte for byte but for the tensors' values.
 
     Attributes:
         headers: what each file begins with.
@@ -71,7 +71,12 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        raise ConfigError(f"max_shard_size: expected bytes or such as '5GB', found '{max_shard_size}'") from error
+        raise ConfigError(
+            option="max_shard_size",
+            expected="a number of bytes, or a size such as '5GB'",
+            found=repr(max_shard_size),
+            fix="give one of these",
+        ) from error
     headers, file_bytes, places = {}, {}, {}
     for file_name, keys in split.filename_to_tensors.items():
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -87,7 +92,7 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -
                 "data_offsets": [offsets[key], end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
+        text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
         headers[file_name] = len(text).to_bytes(8, "little") + text
         file_bytes[file_name] = len(headers[file_name]) + end
         for key, offset in offsets.items():
