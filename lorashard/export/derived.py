@@ -231,10 +231,10 @@ class _Derivation:
 
     def _fill(self, folder: Path, origin: Origin, state: torch.Tensor, device: torch.device, out: Path) -> None:
         """Write to `out` what will be in `folder`."""
-        with TensorWriter(out, self._file_plan) as writer:
-            writer.create()
-            self._copy(writer)
-            model = self._rewrite(folder, writer, state, device)
+        writer = TensorWriter(out, self._file_plan)
+        writer.create()
+        self._copy(writer)
+        model = self._rewrite(folder, writer, state, device)
         model.save_pretrained(str(out / INITIAL_ADAPTER_NAME), save_embedding_layers=False)
         origin.write(out)
         write_companions(out, self._skeleton, self._dtype, False, self._base, None)

@@ -191,7 +191,8 @@ class _Merge:
         units += [_MergeUnit(copied=keys) for keys in copied if keys]
         if rank == 0:
             self._warn(untied)
-        with publish(out, plan.total_bytes) as folder, TensorWriter(folder, plan) as writer:
+        with publish(out, plan.total_bytes) as folder:
+            writer = TensorWriter(folder, plan)
             raise_on_all_ranks(writer.create, on_rank=0)
             for begin in range(0, len(units), num_ranks):
                 own = units[begin : begin + num_ranks][rank : rank + 1]
