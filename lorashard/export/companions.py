@@ -1,4 +1,4 @@
-"""The small files beside a merged model's weights, so that Auto classes load it as it lies there."""
+"""The small files beside a merged model's weights, so that Auto classes load it from its folder."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ def check_live_base(
             base_folder, checkpoint, config, live.dtype, trust_remote_code, count_labels(adapter)
         )
         quantized = find_quantized(skeleton, weights, quantization, describe(skeleton).ties)
-        for number, unit in enumerate(engine.units):
-            values = engine.read([(unit, index) for index in range(len(unit.weights))])
-            if number % dist.get_world_size() != dist.get_rank():
+        for index, unit in enumerate(engine.units):
+            values = engine.read([(unit, number) for number in range(len(unit.weights))])
+            if index % dist.get_world_size() != dist.get_rank():
                 continue
             names = [to_base_name(weight.placeholder.full_name) for weight in unit.weights]
             with weights.unit(names):

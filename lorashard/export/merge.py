@@ -41,7 +41,7 @@ def merge(
     The weights equal those of PEFT's `merge_and_unload` on the same device, bit for bit, under the names that they have
     in the base's files. An adapter of a quantized base is merged into its dequantized weights, and those without an
     adapter are written dequantized too, so that the merged model is the trained one. Where an adapter changes one of
-    two tied weights they are untied, which a warning says.
+    two tied weights they are untied, with a warning.
 
     Args:
         adapter: a folder or hub id as for `load_adapter`; or a live model from this module, which stays as it is. Its
@@ -63,7 +63,7 @@ def merge(
         CheckpointError: files are missing, damaged or do not fit each other, or writing failed.
 
     Ranks: collective over all ranks, which share the work.
-    Memory: the adapter, and two units.
+    Memory: the adapter, a module of the base, and what PEFT's merge of it takes; of a model from `shard` also a unit.
     """
     with ExitStack() as stack:
         model = adapter if isinstance(adapter, PeftModel) else None

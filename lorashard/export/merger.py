@@ -180,7 +180,7 @@ class _Merge:
         """Merge, write, and publish the folder.
 
         Args:
-            complete: writes what else the folder holds, and checks it; told whether tied weights are two now.
+            complete: writes what else the folder holds, and checks it; called with whether tied weights are two now.
         """
         untied = self._settle_ties()
         layout = self._plan_layout(untied)
@@ -233,20 +233,20 @@ class _Merge:
         paths = {id(module): path for path, module in self._model.named_modules()}
         units: dict[int, _MergeUnit] = {}
         unit_of: dict[str, int] = {}
-        for number, found in enumerate(find_units(self._model, base_test(self._model))):
+        for index, found in enumerate(find_units(self._model, base_test(self._model))):
             for weight in found.weights:
                 for owner in weight.owners:
-                    unit_of[to_base_name(f"{paths[id(owner.module)]}.{owner.attribute}")] = number
+                    unit_of[to_base_name(f"{paths[id(owner.module)]}.{owner.attribute}")] = index
         for target in self._targets:  # a target is merged once, so its tensors stay together
-            numbers = [unit_of[name] for name in target.base if name in unit_of]
-            unit_of |= dict.fromkeys(target.made, numbers[0] if numbers else -1)
+            found_in = [unit_of[name] for name in target.base if name in unit_of]
+            unit_of |= dict.fromkeys(target.made, found_in[0] if found_in else -1)
         for tied in self._base.ties:
             unit_of |= dict.fromkeys(tied, unit_of.get(tied[0], -1))
         ordered = [name for target in self._targets for name in target.made]
         ordered += [name for name in self._base.tensors if name not in self._target_of]
         for name in ordered:
             units.setdefault(unit_of.get(name, -1), _MergeUnit()).names.append(name)
-        return [units[number] for number in sorted(units)]
+        return [units[index] for index in sorted(units)]
 
     def _settle_ties(self) -> list[str]:
         """Find whose value tied names have; return the names that are one weight no longer.

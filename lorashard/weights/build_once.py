@@ -25,7 +25,7 @@ def make_once(
     Of the processes on a machine the first to come makes it, the others wait for it.
 
     Args:
-        check_room: told the bytes that are free before anything is written; raises where they are too few.
+        check_room: called with the free bytes before anything is written; raises where they are too few.
         fill: writes what is to be in the folder into one that becomes it when all is there.
         look: given, now and then while another process makes it, the folders that are being filled.
 
