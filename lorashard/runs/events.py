@@ -19,7 +19,9 @@ EVENTS_NAME = "events.jsonl"
 
 # What a person is shown of an event; kinds that are not here are for files alone.
 _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "disk_refused": "{path} cannot be written ({reason}): the run continues, and this is written when it can be".format_map,
+    "disk_refused": (
+        "{path} cannot be written ({reason}): the run continues, and this is written when it can be".format_map
+    ),
     "disk_accepted": lambda fields: (
         f"the run's files can be written again: {fields['num_lines']} lines that waited are there"
         + (f"; {fields['num_lost']} older ones were more than are kept, and are lost" if fields["num_lost"] else "")

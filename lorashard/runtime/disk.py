@@ -32,7 +32,8 @@ class PatientFiles:
     """Writes lines and whole small files; nothing that a disk refuses reaches the caller.
 
     An outage is reported once when it begins (`disk_refused`: path, reason) and once when all that waited is written
-    (`disk_accepted`: num_lines, num_lost). Each later call tries again, in order. No file ever keeps half a line, nor half of a text.
+    (`disk_accepted`: num_lines, num_lost). Each later call tries again, in order. No file ever keeps half a line, nor
+    half of a text.
 
     Args:
         emit: hears of outages.

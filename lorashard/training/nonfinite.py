@@ -91,8 +91,8 @@ class FiniteTrainer(Trainer):
         output = super().train(*args, **kwargs)
         if self._num_skipped and self._num_skipped == self._num_steps:
             raise TrainingError(
-                f"each of the run's {self._num_steps} steps was left out, for its values were not finite (see above), so "
-                "nothing was learned",
+                f"each of the run's {self._num_steps} steps was left out, for its values were not finite (see above), "
+                "so nothing was learned",
                 fix="look at the data, the learning rate and the dtype",
             )
         return output
@@ -153,8 +153,8 @@ class FiniteTrainer(Trainer):
         if not self.nonfinite.skips:
             raise TrainingError(
                 line,
-                fix="resume without such steps (--on_nonfinite skip --resume auto), or start anew with these rows fixed "
-                "or a lower learning rate",
+                fix="resume without such steps (--on_nonfinite skip --resume auto), or start anew with these rows "
+                "fixed or a lower learning rate",
             )
         self.nonfinite.log(f"{line}. The step is left out (on_nonfinite: skip)")
         self._num_skipped += 1

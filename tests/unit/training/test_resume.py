@@ -109,7 +109,8 @@ def test_the_newest_complete_checkpoint_is_chosen_and_the_others_are_named(tmp_p
     for wanted in ("auto", True):
         skipped: list[dict] = []
         config = make_config(tmp_path, resume_from_checkpoint=wanted)
-        chosen = choose_checkpoint(config, True, lambda kind, **fields: skipped.append(fields), pytest.fail)
+        emit = lambda _, skipped=skipped, **fields: skipped.append(fields)  # noqa: E731
+        chosen = choose_checkpoint(config, True, emit, pytest.fail)
         assert chosen == tmp_path / "checkpoint-9"
         assert [fields["checkpoint"] for fields in skipped] == [f"checkpoint-{step}" for step in (14, 12, 10)]
         said = [fields["problem"] for fields in skipped]
