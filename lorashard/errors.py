@@ -100,7 +100,8 @@ class RunStopped(LorashardError):
 
     def __str__(self) -> str:
         if self.checkpoint is not None:
-            return f"stopped by {self.signal}, saved at step {self.step} in {self.checkpoint}; resume it with --resume auto"
+            where = f"saved at step {self.step} in {self.checkpoint}"
+            return f"stopped by {self.signal}, {where}; resume it with --resume auto"
         sentence = super().__str__()
         return f"stopped by {self.signal}: {sentence}" if self.signal else sentence
 

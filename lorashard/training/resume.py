@@ -57,7 +57,9 @@ class Facts:
         try:
             return cls(**manifest.facts)
         except TypeError as error:
-            raise CheckpointError(f"checkpoint-{manifest.step} was written by another version of lorashard") from error
+            raise CheckpointError(
+                "it was written by another version of lorashard", where=f"checkpoint-{manifest.step}"
+            ) from error
 
 
 def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared) -> Facts:
@@ -186,13 +188,15 @@ def check_resume(
     saved = Facts.read(manifest)
     name = checkpoint.name
     if saved.method != facts.method:
-        raise ConfigError(f"{name} was written by method {saved.method}, and this run is {facts.method}")
+        raise ConfigError(option="method", expected=f"{saved.method}, as {name} was written by", found=facts.method)
     different = [key for key, value in facts.lora.items() if saved.lora.get(key, value) != value]
     if different:
         key = different[0]
         raise ConfigError(
-            f"{name} was trained with {key} {saved.lora.get(key)}, and this run has {facts.lora[key]}: an adapter "
-            "cannot be changed on the way; give what it was trained with"
+            "an adapter cannot be changed on the way",
+            option=key,
+            expected=f"{saved.lora.get(key)}, as {name} was trained with",
+            found=facts.lora[key],
         )
     changed = [
         f"{key} {value} for {saved.schedule[key]}"
@@ -201,8 +205,8 @@ def check_resume(
     ]
     if changed:
         log(
-            f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the "
-            "number of steps alone counts from here on, and the learning rate bends there"
+            f"{', '.join(changed)}: the optimizer and the schedule continue from their states in {name}, so of these "
+            "the number of steps alone counts from here on, and the learning rate bends there"
         )
     if saved.dtype is not None and saved.dtype != facts.dtype:
         log(f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have")
@@ -210,21 +214,25 @@ def check_resume(
         return saved.world_size
     if (saved.data_sha256, saved.num_rows) != (facts.data_sha256, facts.num_rows):
         raise ConfigError(
-            f"the data have changed since {name}: it was trained on {saved.num_rows} rows with SHA-256 "
-            f"{saved.data_sha256[:12]}, and these are {facts.num_rows} with {facts.data_sha256[:12]} (dataset, "
-            "tokenizer and the options of the data decide): give those, or ignore_data_skip: true to go on at the "
-            "beginning of the data as they are now"
+            f"the data have changed since {name} (dataset, tokenizer and the options of the data decide)",
+            option="dataset",
+            expected=f"{saved.num_rows} examples with SHA-256 {saved.data_sha256[:12]}",
+            found=f"{facts.num_rows} with {facts.data_sha256[:12]}",
+            fix="give the same data, or ignore_data_skip: true to resume at the beginning of the data as they are now",
         )
     if saved.order != facts.order:
         raise ConfigError(
-            f"the rows of {name} came in another order: {saved.order}; this run has {facts.order}: give the same, or "
-            "ignore_data_skip: true"
+            "the order of the examples has changed",
+            expected=f"{saved.order}, as of {name}",
+            found=facts.order,
+            fix="give the same, or ignore_data_skip: true",
         )
     if saved.rows_per_step != facts.rows_per_step:
         raise ConfigError(
-            f"{name} had {saved.rows_per_step} rows a step on {saved.world_size} ranks, and this run has "
-            f"{facts.rows_per_step} on {facts.world_size}: give --global_batch_size {saved.rows_per_step}, which sets "
-            "the accumulation"
+            option="global_batch_size",
+            expected=f"{saved.rows_per_step}, as of {name} on {saved.world_size} ranks",
+            found=f"{facts.rows_per_step} on {facts.world_size}",
+            fix=f"give --global_batch_size {saved.rows_per_step}, which sets the accumulation",
         )
     if saved.rows_per_epoch != facts.rows_per_epoch:
         _check_epoch_ends(config, arguments, manifest, saved, facts, log)
@@ -257,8 +265,10 @@ def _check_epoch_ends(
         )
         return
     raise ConfigError(
-        f"{name} had {saved.rows_per_epoch} rows an epoch on {saved.world_size} ranks, and this run has "
-        f"{facts.rows_per_epoch} on {facts.world_size}, so the last step of an epoch would have others: go on with "
-        f"{saved.world_size} ranks, or give --global_batch_size {saved.rows_per_step}, which fills the last step of "
-        "each epoch on any number of ranks"
+        "the last step of an epoch would have other examples",
+        option="global_batch_size",
+        expected=f"{saved.rows_per_epoch} examples an epoch, as of {name} on {saved.world_size} ranks",
+        found=f"{facts.rows_per_epoch} on {facts.world_size}",
+        fix=f"resume with {saved.world_size} ranks, or give --global_batch_size {saved.rows_per_step}, which fills the "
+        "last step of each epoch on any number of ranks",
     )

@@ -292,7 +292,7 @@ def test_a_checkpoint_with_a_pickle_that_runs_code_is_refused(adapter, tmp_path,
     check_checkpoint(write_checkpoint(adapter))
     save(Malicious(tmp_path / "mark"), adapter / name)
     message = read_error(check_checkpoint, adapter, kind=CheckpointError)
-    assert f"{adapter / name} is not loaded" in message and "weights_only" not in message
+    assert str(adapter / name) in message and "not loaded" in message and "weights_only" not in message
     assert not (tmp_path / "mark").exists()
 
 
@@ -320,7 +320,7 @@ def test_a_damaged_checkpoint_is_told_by_file(adapter):
     assert "optimizer.pt" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     write_checkpoint(adapter)
     (adapter / "pytorch_model.bin").write_bytes(b"")
-    assert "holds pytorch_model.bin" in read_error(check_checkpoint, adapter, kind=CheckpointError)
+    assert "pytorch_model.bin" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     (adapter / "pytorch_model.bin").unlink()
     (adapter / "ref").mkdir()
     (adapter / "ref" / "adapter_model.bin").write_bytes(b"")
