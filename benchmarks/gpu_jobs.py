@@ -37,10 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import lorashard
-from lorashard.engine import Packed, Stats
+from lorashard.engine import Stats
 from lorashard.engine.copies import allocate_host
 from lorashard.engine.streams import SideStream
 from lorashard.quantization.format import make_quantizer
+from lorashard.quantization.quantized_weight import QuantizedWeight
 from lorashard.runtime.dist import ShardGroup
 
 WARMUP_STEPS = 2
@@ -295,15 +296,15 @@ class Stopwatch:
 
 def time_unpacking(contender: Contender, batch: Batch, device: torch.device) -> float:
     """Return the seconds of one more step in which weights are unpacked."""
-    watch, unpack = Stopwatch(device), Packed._unpack
+    watch, unpack = Stopwatch(device), QuantizedWeight.lend
 
-    def timed(packed: Packed, index: int) -> torch.Tensor:
+    def timed(weight: QuantizedWeight, function: Any, index: int) -> torch.Tensor:
         watch.mark()
-        numbers = unpack(packed, index)
+        values = unpack(weight, function, index)
         watch.mark()
-        return numbers
+        return values
 
-    with patch.object(Packed, "_unpack", timed):
+    with patch.object(QuantizedWeight, "lend", timed):
         contender.step(batch)
         return sum(watch.read())
 

@@ -250,7 +250,7 @@ def test_units_pass_through_their_states():
     """A unit that stays UNSHARDED after a pass would pin a slot and starve the next one."""
     for seen, is_whole_in_its_backward, is_sharded_far_away in run_ranks(check_states, 2):
         assert seen[0] == {State.SHARDED}
-        assert seen[1] == seen[2] == {State.SHARDED, State.IDLE}
+        assert seen[1] == seen[2] == {State.SHARDED, State.CACHED}
         assert is_whole_in_its_backward and is_sharded_far_away
 
 

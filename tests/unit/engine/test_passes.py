@@ -416,9 +416,9 @@ def test_a_gather_waits_for_the_last_reader_of_its_slot():
         unit.unshard(slot, stream)
         assert stream.waited_for[-1] == (number_of_readers or None)
         unit.wait(stream)
+        unit.release(stream)
         unit.reshard(stream)
-        unit.evict(stream)
-    for give_back in (first.abandon, first.evict):  # before it has arrived
+    for give_back in (first.abandon, first.reshard):  # before it has arrived
         first.unshard(slot, stream)
         give_back(stream)
     second.unshard(slot, stream)
