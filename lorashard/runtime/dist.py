@@ -215,7 +215,8 @@ def _share_groups(size: int, **backends: str | None) -> list[SharedGroup]:
     Ranks: collective over all ranks: each makes the groups of all.
     """
     own = _find_own_groups()
-    everyone = _exchange({name: _find_shared(group) is not None for name, group in own.items()})
+    users = {name: _find_shared(group) for name, group in own.items()}  # held, so that none ends before all is decided
+    everyone = _exchange({name: user is not None for name, user in users.items()})
     common = [name for name in own if all(name in groups for groups in everyone)]
     number = 1 + max((int(name.split()[-1]) for groups in everyone for name in groups), default=0)
     shared, reused = [], set()
@@ -223,12 +224,11 @@ def _share_groups(size: int, **backends: str | None) -> list[SharedGroup]:
         kind = f"{_OWN} {purpose} over {size} ranks, number"
         names = [name for name in common if name.startswith(kind)]
         if names:
-            group = own[names[-1]]
-            dist.distributed_c10d._set_pg_timeout(_read_timeout(), group)
+            dist.distributed_c10d._set_pg_timeout(_read_timeout(), own[names[-1]])
+            shared.append(users[names[-1]] or SharedGroup(own[names[-1]]))
             reused.add(names[-1])
         else:
-            group = _make_group(size, backend, f"{kind} {number}")
-        shared.append(_find_shared(group) or SharedGroup(group))
+            shared.append(SharedGroup(_make_group(size, backend, f"{kind} {number}")))
     for name in common:
         if name not in reused and not any(groups[name] for groups in everyone):
             _end_group(weakref.ref(own.pop(name)))
