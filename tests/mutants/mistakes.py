@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 LADDER = ("tests/distributed/engine/test_exactness.py", "-k", "quick")
 COSTS = ("tests/distributed/engine/test_costs.py", "-k", "gathers or collectives or reduced")
-LIFECYCLE = ("tests/distributed/engine/test_lifecycle.py",)
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/engine/engine.py",
         "[check, self._group.num_gathers, self._hash],",
         "[check, self._group.num_gathers, 0],",
-        "ranks that gathered other units go on",
-        LIFECYCLE,
+        "ranks that gathered other units continue",
+        ("tests/unit/engine/test_passes.py", "-k", "told_apart"),
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
