@@ -27,13 +27,14 @@ class LorashardError(Exception):
         where: Any = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(problem)  # the rest is pickled with the attributes
+        super().__init__(problem)
         self.problem = problem
         self.option = option
         self.expected = expected
         self.found = found
         self.where = where
         self.fix = fix
+        self.args = (str(self),)  # what torch quotes of an error; pickle restores the fields from the attributes
 
     def __str__(self) -> str:
         sides = (("expected", self.expected), ("found", self.found))

@@ -166,7 +166,7 @@ def _take(embeddings: Embeddings, model: nn.Module, state: dict[str, Any], prefi
         if prefix + name not in state:
             continue
         value, weight = state[prefix + name], place[0].weights[place[1]]
-        if weight.packing is not None:
+        if weight.format is not None:
             raise CheckpointError(
                 f"{name}: expected embeddings that are not quantized, to read those of a resized vocabulary into them: "
                 "leave include_input_output_embeddings (has_vocabulary) off"

@@ -13,8 +13,8 @@ _ATTRIBUTE = "_lorashard_undo"
 
 def is_whole(engine: Engine) -> bool:
     """Tell whether the modules hold the whole base as plain tensors, between passes too."""
-    is_packed = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
-    return not is_packed and all(unit.is_resident for unit in engine.units)
+    is_quantized = any(weight.format is not None for unit in engine.units for weight in unit.weights)
+    return not is_quantized and all(unit.is_resident for unit in engine.units)
 
 
 def on_release(base: nn.Module, undo: Callable[[], None]) -> None:

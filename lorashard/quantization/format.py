@@ -8,25 +8,42 @@ from typing import Protocol
 import torch
 
 from ..config.quantization_options import Quantization
-from ..engine import Packing
+from ..engine import Part
 
 
-class Quantizer(Packing, Protocol):
+class Quantizer(Protocol):
     """A format that weights can be brought into.
 
-    Numbers that share a scale, a block, follow one another in a weight's row-major order. So any stretch of whole
-    blocks can be quantized by itself, and the numbers' bytes come in the same order.
+    Values that share a scale, a block, follow one another in a weight's row-major order. So any stretch of whole
+    blocks can be quantized by itself, and the values' bytes come in the same order.
+
+    Attributes:
+        name: as the option calls it.
     """
 
+    name: str
+
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        """Return the tensors that keep a weight of `shape`: first the quantized values, then what scales them."""
+        ...
+
+    def unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the values to `out`, a contiguous tensor of the weight's shape in the dtype of the computation."""
+        ...
+
+    def select(self, parts: Sequence[torch.Tensor], shape: Sequence[int], index: int) -> list[torch.Tensor] | None:
+        """Return the parts of `weight[index]`, views of these; None where its blocks are not its own."""
+        ...
+
     def block_numel(self, shape: Sequence[int]) -> int:
-        """Return how many numbers share a scale; the last block of a weight may have fewer."""
+        """Return how many values share a scale; the last block of a weight may have fewer."""
         ...
 
     def quantize(self, values: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize whole blocks.
 
         Args:
-            values: consecutive numbers of a weight, flat, of any floating type, from the beginning of a block on.
+            values: consecutive values of a weight, flat, of any floating type, from the beginning of a block on.
             shape: of the whole weight.
 
         Returns:
