@@ -1,1 +1,1 @@
-"""Quantized formats of a frozen base: how numbers become bytes and back, on torch and the engine's `Packing`."""
+"""Quantized formats of a frozen base: how values become bytes and back, on torch and the engine's `Packing`."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..quantization.int8 import Int8
 from ..quantization.nf4 import Nf4
 from ..quantization.nf4_tables import NF4_CODE, make_dynamic_map
+from ..quantization.rowwise import Int8
 from ..runtime.dtypes import name_of
 from .computed_tensors import (
     MXFP4_BLOCK_NUMEL,

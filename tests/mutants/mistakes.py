@@ -92,9 +92,9 @@ MUTANTS: dict[str, Mutant] = {
         "a rank reads the beginning of a stored tensor in place of its own part",
     ),
     "wrong row of scales": Mutant(
-        "lorashard/quantization/int8.py",
-        "values = numbers[first:last].float().mul_(scales[first:last]).mul_(_STEP)",
-        "values = numbers[first:last].float().mul_(scales[first:last].roll(1, 0)).mul_(_STEP)",
+        "lorashard/quantization/rowwise.py",
+        "out.copy_(codes.float().mul_(scales).mul_(_INT8_STEP))",
+        "out.copy_(codes.float().mul_(scales.roll(1, 0)).mul_(_INT8_STEP))",
         "a row is scaled by its neighbor's scale",
     ),
     "scales of another expert": Mutant(
