@@ -86,14 +86,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "wrong stretch of a file": Mutant(
         "lorashard/weights/segments.py",
-        "pieces.append(Run(run.stored, run.begin + offset, numel))",
-        "pieces.append(Run(run.stored, run.begin, numel))",
+        "found.append(Segment(segment.stored, segment.begin + offset, numel))",
+        "found.append(Segment(segment.stored, segment.begin, numel))",
         "a rank reads the beginning of a stored tensor in place of its own part",
     ),
     "wrong row of scales": Mutant(
-        "lorashard/quantization/int8.py",
-        "values = numbers[first:last].float().mul_(scales[first:last]).mul_(_STEP)",
-        "values = numbers[first:last].float().mul_(scales[first:last].roll(1, 0)).mul_(_STEP)",
+        "lorashard/quantization/rowwise.py",
+        "out.copy_(codes.float().mul_(scales).mul_(_INT8_STEP))",
+        "out.copy_(codes.float().mul_(scales.roll(1, 0)).mul_(_INT8_STEP))",
         "a row is scaled by its neighbor's scale",
     ),
     "scales of another expert": Mutant(
@@ -300,8 +300,8 @@ MUTANTS: dict[str, Mutant] = {
     # The loader
     "cast from the beginning": Mutant(
         "lorashard/weights/weights.py",
-        "offset = (run.begin + first) * stored.dtype.itemsize",
-        "offset = first * stored.dtype.itemsize",
+        "offset = segment.begin + first",
+        "offset = first",
         "a rank casts the beginning of a stored tensor in place of its own part",
         ("tests/unit/weights/test_weights.py", "-k", "cast"),
     ),
@@ -314,8 +314,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first part of a fused weight": Mutant(
         "lorashard/weights/segments.py",
-        "self.cut((end - size) * row_numel, end * row_numel)",
-        "self.cut(0, size * row_numel)",
+        "self.slice((end - size) * row_numel, end * row_numel)",
+        "self.slice(0, size * row_numel)",
         "what a fused tensor is split into begins with the same rows",
         ("tests/unit/weights/test_weights.py", "-k", "conversion"),
     ),
