@@ -27,19 +27,19 @@ from .errors import ConfigError
 from .export.derived import derive
 from .export.merge import merge as merge
 from .model.adapters import base_test
-from .model.adding import follow_added_adapters, share_adapters
+from .model.added_adapters import follow_added_adapters, share_adapters
 from .model.autocasting import warn_of_autocast
 from .model.backward import end_backward_at_adapters
 from .model.checkpointing import checkpoint_some
 from .model.compiling import compile_layers, read_compile_options, refuse_quantized
 from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
-from .model.layer_major import split_layers
 from .model.loading import load_sharded
+from .model.micro_batching import split_layers
+from .model.patches import on_release
 from .model.profiling import StepProfiler
 from .model.quantizing import quantize_structure
 from .model.refusals import check_config, check_unquantized
-from .model.releasing import on_release
 from .model.saved import choose_quantization, find_adapter, find_base, read_config
 from .model.sharding import ENGINE_ATTRIBUTE, base_of, engine_of, remember_quantization, shard_structure
 from .model.sources import MemorySource

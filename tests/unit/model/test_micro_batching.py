@@ -36,8 +36,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from lorashard.engine.autograd import is_in_backward
 from lorashard.errors import ConfigError
-from lorashard.model.cuts import RowCut, SequenceCut, find_mask_starts, find_position_starts
-from lorashard.model.layer_major import split_layers
+from lorashard.model.batch_split import BatchSplit, PackedSplit, find_mask_starts, find_position_starts
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
 NUM_LAYERS = 3
@@ -347,7 +347,7 @@ def test_a_layer_that_checkpoints_its_call_checkpoints_pieces(monkeypatch):
         def forward(self, hidden, past_key_values=None):
             return self.toy(hidden)
 
-    monkeypatch.setattr("lorashard.model.layer_major.GradientCheckpointingLayer", OldLayer)
+    monkeypatch.setattr("lorashard.model.micro_batching.GradientCheckpointingLayer", OldLayer)
     layer, visits = OldToy(), []
     split_layers([layer], 2)
     layer.register_forward_hook(lambda *args: visits.append(is_in_backward()))
@@ -381,10 +381,10 @@ def test_what_cannot_be_cut_is_refused():
         (r"'attention_mask' .a BlockMask", dict(hidden=row, attention_mask=block_mask, **packed)),
         (r"'position_ids' .*\[4, 4, 3\]", dict(hidden=hidden, position_ids=torch.zeros(4, 4, 3))),
         (r"'alibi' .*\[4, 1, 4\]", dict(hidden=hidden, alibi=torch.zeros(4, 1, 4))),
-        (r"\[batch, tokens, hidden\], found .*\[4, 4\]", dict(hidden=hidden[0])),
+        (r"\[batch, tokens, hidden\] .*\[4, 4\]", dict(hidden=hidden[0])),
         (r"packs 3 sequences", dict(hidden=row, **packed)),
         (r"'extra' .*\[6\]", dict(hidden=row, attention_mask=block_diagonal(2, 2, 2), extra=torch.zeros(6))),
-        (r"cu_seq_lens_q: .*0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
+        (r"cu_seq_lens_q .*0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
         (r"not their own", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 4, 6]), attention_mask=mask)),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -409,7 +409,7 @@ def test_layers_are_split_once_and_by_a_positive_number():
     toy = split_toy()
     with pytest.raises(ConfigError, match="Toy .*forward"):
         split_layers([toy], 2)
-    with pytest.raises(ConfigError, match="rows, found 0"):
+    with pytest.raises(ConfigError, match="found 0"):
         split_layers([Toy()], 0)
 
 
@@ -435,7 +435,7 @@ def test_sequences_are_found_in_masks_and_positions():
 
 def test_each_argument_is_cut_along_its_own_dimension():
     """Dimensions by name and shape, where sizes coincide: 4 rows of 4 tokens, and 3 rows beside 3 axes of positions."""
-    rows, sequences = RowCut("hidden_states", 4, 4, (2, 2)), SequenceCut("hidden_states", 4, [0, 1, 3], 2)
+    rows, sequences = BatchSplit("hidden_states", 4, 4, (2, 2)), PackedSplit("hidden_states", 4, [0, 1, 3], 2)
     whole = None
     for name, shape, by_rows, by_tokens in (
         ("position_ids", (4, 4), 0, 1),
@@ -457,12 +457,12 @@ def test_each_argument_is_cut_along_its_own_dimension():
     ):
         tensor = torch.arange(max(1, torch.Size(shape).numel())).reshape(shape)
         for cut, dim in ((rows, by_rows), (sequences, by_tokens)):
-            found = cut.cut(name, tensor)
+            found = cut.split(name, tensor)
             if dim == "refused":
                 assert found is None, (name, shape)
                 continue
             expected = [tensor] * 2 if dim is whole else tensor.split(cut.sizes, dim)
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (name, shape, dim)
-    assert RowCut("hidden_states", 3, 5, (2, 1)).cut("position_embeddings", torch.zeros(3, 3, 5, 8)) is None
-    ends = sequences.cut("cu_seq_lens_q", torch.tensor([0, 1, 3, 4]))
+    assert BatchSplit("hidden_states", 3, 5, (2, 1)).split("position_embeddings", torch.zeros(3, 3, 5, 8)) is None
+    ends = sequences.split("cu_seq_lens_q", torch.tensor([0, 1, 3, 4]))
     assert [end.tolist() for end in ends] == [[0, 1, 3], [0, 1]]
