@@ -8,13 +8,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from peft import PeftModel
 from torch import nn
 
 from ..engine.autograd import first_differentiable
 from ..errors import CheckpointError
 from .patches import extend_classes, on_release
-from .stacks import find_decoder_stack, find_stacks, get_output_embeddings
+from .stacks import find_decoder_stack, find_stacks, get_output_embeddings, unwrap
 
 
 class _Floor:
@@ -36,7 +35,7 @@ def end_backward_at_adapters(model: nn.Module) -> None:
 
     Memory: autograd keeps nothing of the layers below.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrap(model)
     try:
         path, stack = find_decoder_stack(base)
     except CheckpointError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -19,12 +18,11 @@ from ..errors import CheckpointError
 from ..runtime.progress import Progress, told_progress
 from ..weights.build_once import make_once
 from ..weights.fingerprint import BaseIdentity, find_cache_dir, hash_file
-from .sources import Source, fill_shard, plan_unit
+from .sources import MemorySource, fill_shard, plan_unit
 from .units import FoundUnit
 
 # Increment it when the same files give other bytes than before, such as by a change in quantizing.
 _RECIPE_VERSION = 1
-_PIECE_BYTES = 16 * 2**20
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class ConvertedUnits:
     is complete. A tensor's place in a buffer does not depend on the number of shards, so a shard is a range of a file.
     """
 
-    def __init__(self, units: Sequence[FoundUnit], source: Source, content: Sequence[str]) -> None:
+    def __init__(self, units: Sequence[FoundUnit], source: MemorySource, content: Sequence[str]) -> None:
         """Name the units; nothing is read or written.
 
         Args:
@@ -91,24 +89,24 @@ class ConvertedUnits:
         Raises:
             CheckpointError: the file is damaged.
 
-        Memory: on CUDA 16 MiB of the file at a time.
+        Memory: on CUDA the shard on the host.
         """
         file = self.folder / unit.name
         total_bytes = plan_unit(unit, 1).total_bytes
-        begin, end = rank * layout.shard_bytes, min(total_bytes, (rank + 1) * layout.shard_bytes)
+        begin = rank * layout.shard_bytes
+        count = max(0, min(total_bytes - begin, layout.shard_bytes))
+        staging = shard[:count] if shard.device.type == "cpu" else torch.empty(count, dtype=torch.uint8)
         try:
-            with file.open("rb", buffering=0) as stream:
-                if os.fstat(stream.fileno()).st_size != total_bytes:
-                    raise self._damaged(file, "of another size")
+            with file.open("rb") as stream:
                 stream.seek(begin)
-                for position in range(begin, end, _PIECE_BYTES):
-                    target = shard[position - begin : min(position + _PIECE_BYTES, end) - begin]
-                    piece = target if target.device.type == "cpu" else torch.empty(len(target), dtype=torch.uint8)
-                    _read_exactly(stream, piece)
-                    if piece is not target:
-                        target.copy_(piece)
+                num_read = stream.readinto(memoryview(staging.numpy()))  # type: ignore[arg-type]
+                is_complete = num_read == count and os.fstat(stream.fileno()).st_size == total_bytes
         except OSError as error:
             raise self._damaged(file, error.strerror or error) from error
+        if not is_complete:
+            raise self._damaged(file, "of another size")
+        if staging.device != shard.device:
+            shard[:count].copy_(staging)
 
     def _damaged(self, file: Path, reason: object) -> CheckpointError:
         return CheckpointError(
@@ -173,7 +171,7 @@ def _remedy(purpose: Purpose) -> str:
     return f"make room, set HF_HOME to a folder that you may write to, or {purpose.instead}"
 
 
-def _write(unit: FoundUnit, source: Source, file: Path, device: torch.device) -> None:
+def _write(unit: FoundUnit, source: MemorySource, file: Path, device: torch.device) -> None:
     layout = plan_unit(unit, 1)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     fill_shard(buffer, layout, unit, source, 0, device)
@@ -181,12 +179,3 @@ def _write(unit: FoundUnit, source: Source, file: Path, device: torch.device) ->
         stream.write(memoryview(buffer.numpy()))  # type: ignore[arg-type]
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _read_exactly(stream: io.RawIOBase, out: torch.Tensor) -> None:
-    rest = memoryview(out.numpy())  # type: ignore[arg-type]
-    while len(rest):
-        num_bytes = stream.readinto(rest)
-        if not num_bytes:
-            raise OSError("too short")
-        rest = rest[num_bytes:]

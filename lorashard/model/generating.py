@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from peft import PeftModel
 from torch import nn
 from transformers import GenerationMixin
 
 from ..engine import Engine
 from ..errors import ConfigError
 from .patches import wrap_method
+from .stacks import unwrap
 
 # With these, transformers' loops do not follow `synced_gpus`.
 _UNSYNCHRONIZED = (
@@ -36,7 +36,7 @@ def prepare_generation(model: nn.Module, engine: Engine) -> None:
     value does not count, since it cannot know where the base rests: TRL passes none, and Seq2SeqTrainer passes False
     wherever neither DeepSpeed nor FSDP is used.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrap(model)
     if not isinstance(base, GenerationMixin):
         return
     if needs_all_ranks(engine):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import torch
 
 from ..config.placement import ResolvedPlacement, check_num_layers
 from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placeholder
-from ..runtime import dist
 from ..runtime.dist import ShardGroup
-from ..runtime.progress import Progress, told_progress
+from ..runtime.progress import Progress
 from ..weights.fingerprint import BaseIdentity
 from ..weights.mapped import MappedFiles
 from ..weights.weights import BaseWeights
 from .converted import FOR_FILE, FOR_RESTARTS, ConvertedUnits, Purpose, hash_content
-from .sources import CheckpointSource, Source, fill_shard, plan_unit
+from .sources import CheckpointSource, MemorySource, fill_shard, plan_unit
 from .units import LAYER, WHOLE, FoundUnit, FoundWeight, Structure, spread
 
 MakeHome = Callable[[FoundUnit], Home]
@@ -43,6 +41,7 @@ def choose_homes(
     structure: Structure,
     weights: BaseWeights,
     placement: ResolvedPlacement,
+    resident: Sequence[FoundUnit],
     group: ShardGroup,
     device: torch.device,
     identity: BaseIdentity | None,
@@ -60,37 +59,13 @@ def choose_homes(
     Raises:
         CheckpointError: there is no room for a cache.
     """
-    resident = choose_resident(structure, placement.resident_layers)
     is_file = placement.placement == "file"
     purpose = FOR_FILE if is_file else FOR_RESTARTS if cache_quantized else None
     quantized = _find_quantized(structure, weights, identity, device, purpose, progress)
     if is_file:
         return FileHomes(structure, weights, device, resident, quantized, identity, progress)
-    return ShardedHomes(
-        placement.placement == "host",
-        group,
-        device,
-        CheckpointSource(weights),
-        resident,
-        HostCopies(device),
-        quantized,
-    )
-
-
-@contextmanager
-def counted_homes(make_home: MakeHome, num_units: int, progress: Progress | None) -> Iterator[MakeHome]:
-    """Report how many homes have been made, on rank 0's stderr or to `progress`."""
-    num_made = 0
-    with told_progress("loading the base", dist.get_rank() == 0, progress) as report:
-
-        def make(unit: FoundUnit) -> Home:
-            nonlocal num_made
-            home = make_home(unit)
-            num_made += 1
-            report(num_made, num_units, "units")
-            return home
-
-        yield make
+    is_on_host, source = placement.placement == "host", CheckpointSource(weights)
+    return ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device), quantized)
 
 
 @dataclass(frozen=True)
@@ -108,7 +83,7 @@ class ShardedHomes:
     is_on_host: bool
     group: ShardGroup
     device: torch.device
-    source: Source
+    source: MemorySource
     resident: Sequence[FoundUnit]
     copies: HostCopies
     converted: ConvertedUnits | None = None

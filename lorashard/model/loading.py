@@ -14,7 +14,7 @@ from ..config.placement import ResolvedPlacement
 from ..config.quantization_options import Quantization
 from ..errors import CheckpointError
 from ..runtime import dist
-from ..runtime.progress import Progress
+from ..runtime.progress import Progress, told_progress
 from ..weights.derived_from import read_origin
 from ..weights.fingerprint import BaseIdentity
 from ..weights.hub import resolve_folder
@@ -22,7 +22,7 @@ from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import settle_quantization
 from .adapters import base_test, check_coverage, inject
 from .embeddings import put_saved_embeddings
-from .homes import choose_homes, choose_resident, counted_homes
+from .homes import choose_homes, choose_resident
 from .loftq import check_loftq, initialize_loftq, is_loftq
 from .quantizing import choose_quantizers, is_stored_quantized
 from .refusals import check_config, check_frozen, refuse_merging
@@ -110,7 +110,7 @@ def load_sharded(
         structure = find_structure(model, base_test(model))
         for weight in (weight for unit in structure.units for weight in unit.weights):
             weight.quantizer = quantizers.get(weight.name)
-        choose_resident(structure, placement.resident_layers)  # or raises, before the ranks wait for each other
+        resident = choose_resident(structure, placement.resident_layers)
 
         # From here on ranks wait for each other: nothing can be wrong on one rank alone.
         _check_commit(folder)
@@ -121,10 +121,18 @@ def load_sharded(
             restore(model, adapter)
         group = dist.ShardGroup.of_size(placement.group_size, placement.wait_warning_s)
         make_home = choose_homes(
-            structure, weights, placement, group, device, identity, cache_quantized=cache_quantized, progress=progress
+            structure,
+            weights,
+            placement,
+            resident,
+            group,
+            device,
+            identity,
+            cache_quantized=cache_quantized,
+            progress=progress,
         )
-        with counted_homes(make_home, len(structure.units), progress) as make_counted:
-            shard_structure(model, structure, make_counted, group, device, placement.prefetch, bool(own))
+        with told_progress("loading the base", dist.get_rank() == 0, progress) as report:
+            shard_structure(model, structure, make_home, group, device, placement.prefetch, bool(own), report)
     if placement.placement == "file":
         refuse_merging(model)
     if identity is not None:

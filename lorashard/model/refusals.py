@@ -17,6 +17,7 @@ from ..engine import Engine, Placeholder, Weight
 from ..errors import ConfigError, ShardError
 from ..weights.model_folder import shorten
 from .patches import on_release, wrap_method
+from .stacks import unwrap
 
 _KINDS = {
     "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
@@ -114,7 +115,7 @@ def refuse_unfrozen_base(model: nn.Module, decoder: nn.Module, engine: Engine) -
                 "embedding in trainable_token_indices, and leave requires_grad of the base alone",
             )
 
-    on_release(_base_of(model), decoder.register_forward_pre_hook(check).remove)
+    on_release(unwrap(model), decoder.register_forward_pre_hook(check).remove)
 
 
 def _trains(weight: Weight, is_resident: bool) -> bool:
@@ -171,17 +172,13 @@ def refuse_changes(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
     Args:
         dtypes: of the base's weights.
     """
-    base = _base_of(model)
+    base = unwrap(model)
     for module in dict.fromkeys((model, base)):
         for hook, reasons in _HOOKS.items():
             on_release(base, wrap_method(module, hook, partial(_refuse, *reasons)))
     on_release(base, wrap_method(base, "_apply", partial(_apply, dtypes)))
     if hasattr(base, "resize_token_embeddings"):
         on_release(base, wrap_method(base, "resize_token_embeddings", partial(_resize, base)))
-
-
-def _base_of(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _refuse(problem: str, fix: str, *args: object, **kwargs: object) -> NoReturn:

@@ -213,18 +213,18 @@ def restore(model: PeftModel, folder: Path) -> None:
                 where=folder,
                 fix="give the base that it was trained on, saved as a base of its own if it was changed",
             )
+    problem = "the adapter does not fit its base"
     try:
         result = set_peft_model_state_dict(model, tensors)
     except (RuntimeError, KeyError) as error:  # torch's for shapes, PEFT's for what a kind of adapter must have
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"the adapter does not fit its base: {reason}", where=folder) from error
+        raise CheckpointError(f"{problem}: {' '.join(str(error).split())}", where=folder) from error
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    missing = sorted(name for name in result.missing_keys if name in trainable and not name.startswith(_PROMPT_NAMES))
-    unexpected = sorted(name for name in result.unexpected_keys if not name.startswith(_PROMPT_NAMES))
-    for fault, names in (("are missing", missing), ("have no place", unexpected)):
-        if names:
+    faults = {"are missing": trainable.intersection(result.missing_keys), "have no place": result.unexpected_keys}
+    for fault, names in faults.items():
+        wrong = sorted(name for name in names if not name.startswith(_PROMPT_NAMES))
+        if wrong:
             raise CheckpointError(
-                f"the adapter does not fit its base: {len(names)} tensors {fault}, such as '{names[0]}'",
+                f"{problem}: {len(wrong)} tensors {fault}, such as '{wrong[0]}'",
                 where=folder,
                 fix="give the base that it was trained on, and the complete adapter",
             )

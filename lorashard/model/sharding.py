@@ -16,6 +16,7 @@ from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight, Workspace
 from ..errors import ConfigError
 from ..runtime.dist import ShardGroup
+from ..runtime.progress import Progress
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
 from ..weights.fingerprint import BaseIdentity, sign_adapter
 from .embeddings import Embeddings, copy_embeddings
@@ -55,6 +56,7 @@ def shard_structure(
     device: torch.device,
     prefetch: int,
     has_own_embeddings: bool = False,
+    progress: Progress | None = None,
 ) -> Engine:
     """Give every unit of `structure` a home, and let an engine run `model`.
 
@@ -62,6 +64,7 @@ def shard_structure(
         make_home: makes and fills the home of a unit; asked for one after another.
         group: the ranks that units are sharded over; they compare where they stand.
         has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
+        progress: called with how many "units" have a home, of how many.
 
     Ranks: local, but every rank must do the same.
     Memory: the homes, and never more than one unit beside them; a copy on the host of embeddings that are saved.
@@ -74,6 +77,8 @@ def shard_structure(
         weights = [Weight(_placeholder_for(w, device), w.owners, w.quantizer) for w in found.weights]
         units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home, workspace)
         found.weights = []  # the unsharded weights may be freed
+        if progress is not None:
+            progress(index + 1, len(structure.units), "units")
     visits = [
         ScheduleEntry(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
         for v in structure.visits

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,7 @@ def build_skeleton(
     config.name_or_path = os.path.abspath(folder) if Path(model_name_or_path).is_dir() else model_name_or_path
     # Some models draw random values even for meta tensors; adapters must be drawn as if they had not.
     with torch.random.fork_rng(devices=[]):
-        with (
-            _explained_config(folder),
-            init_empty_weights(include_buffers=False),
-            _explained_attention(attn_implementation),
-        ):
+        with _explained(folder, attn_implementation), init_empty_weights(include_buffers=False):
             model: PreTrainedModel = choose_auto_class(config, task_type).from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
             )
@@ -123,32 +119,31 @@ def plan_weights(
     )
 
 
-@contextlib.contextmanager
-def _explained_config(folder: Path) -> Iterator[None]:
-    """Name the file, where no model can be built from its values."""
+@contextmanager
+def _explained(folder: Path, attn_implementation: str | None) -> Iterator[None]:
+    """Name the option or the file, where no model can be built."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = explain_code(error, folder, read_config_json(folder))
-        if reason is not None:
-            raise CheckpointError(reason) from error
-        raise CheckpointError(
-            f"it describes a model that cannot be built ({describe_error(error)})",
-            where=folder / CONFIG_NAME,
-            fix="download the file again",
-        ) from error
-
-
-@contextlib.contextmanager
-def _explained_attention(attn_implementation: str | None) -> Iterator[None]:
-    """Raise transformers' error about an attention implementation in one line, with the option's name."""
-    try:
-        yield
-    except (ImportError, ValueError, OSError) as error:
-        if attn_implementation is None:
+    except (ImportError, OSError, ValueError) as error:
+        if attn_implementation is not None:
+            reason = f"{attn_implementation}: {' '.join(str(error).split())}"
+            raise ConfigError(reason, option="attn_implementation") from error
+        if not isinstance(error, ValueError):
             raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{attn_implementation}: {reason}", option="attn_implementation") from error
+        raise _explain_config(error, folder) from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise _explain_config(error, folder) from error
+
+
+def _explain_config(error: Exception, folder: Path) -> CheckpointError:
+    reason = explain_code(error, folder, read_config_json(folder))
+    if reason is not None:
+        return CheckpointError(reason)
+    return CheckpointError(
+        f"it describes a model that cannot be built ({describe_error(error)})",
+        where=folder / CONFIG_NAME,
+        fix="download the file again",
+    )
 
 
 def _fill_buffers(module: nn.Module, model: PreTrainedModel) -> None:

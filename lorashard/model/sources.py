@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,12 +17,16 @@ from .quantizing import PIECE_NUMEL, quantize_parts
 from .units import LAYER, FoundUnit, FoundWeight
 
 
-class Source(Protocol):
-    """Gives any range of any weight's bytes."""
+class MemorySource:
+    """Gives any range of any weight's bytes: those of a model in memory."""
 
     def unit(self, unit: FoundUnit) -> AbstractContextManager[None]:
         """Return a context to fill a unit in, for what is converted a unit at a time."""
-        ...
+        return nullcontext()
+
+    def has_parts(self, weight: FoundWeight) -> bool:
+        """Return whether a weight is stored in the format that it is to be kept in."""
+        return False
 
     def fill(self, weight: FoundWeight, begin_byte: int, end_byte: int, out: torch.Tensor, part: int = 0) -> None:
         """Write bytes [begin_byte, end_byte) of a weight to `out`, uint8 on the host.
@@ -30,23 +34,6 @@ class Source(Protocol):
         Args:
             part: the index of the part, of a weight that is stored quantized.
         """
-        ...
-
-    def has_parts(self, weight: FoundWeight) -> bool:
-        """Return whether a weight is stored in the format that it is to be kept in."""
-        ...
-
-
-class MemorySource:
-    """A model that is already in memory."""
-
-    def unit(self, unit: FoundUnit) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def has_parts(self, weight: FoundWeight) -> bool:
-        return False
-
-    def fill(self, weight: FoundWeight, begin_byte: int, end_byte: int, out: torch.Tensor, part: int = 0) -> None:
         flat = weight.parameter.detach().contiguous().view(-1).view(torch.uint8)
         out.copy_(flat[begin_byte:end_byte])
 
@@ -84,7 +71,7 @@ def fill_shard(
     shard: torch.Tensor,
     layout: Layout,
     unit: FoundUnit,
-    source: Source,
+    source: MemorySource,
     rank: int,
     device: torch.device | None = None,
     piece_numel: int = PIECE_NUMEL,
@@ -126,7 +113,7 @@ def fill_shard(
                 quantize_parts(weight.quantizer, like.shape, like.dtype, parts, read, place, piece_numel)
 
 
-def read_weight(weight: FoundWeight, source: Source, device: torch.device) -> torch.Tensor:
+def read_weight(weight: FoundWeight, source: MemorySource, device: torch.device) -> torch.Tensor:
     """Return the values that a weight is computed with: those of a quantized one are what it dequantizes to.
 
     Memory: the weight, and what it is read from.

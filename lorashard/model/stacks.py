@@ -31,14 +31,14 @@ def name_units(model: nn.Module, unit_paths: Sequence[str] | None) -> None:
         ConfigError: a path matches no module, one without weights, or one inside another unit.
     """
     if unit_paths is not None:
-        base = _base_of(model)
+        base = unwrap(model)
         _resolve(base, unit_paths)
         setattr(base, _PATHS_ATTRIBUTE, tuple(unit_paths))
 
 
 def is_named(model: nn.Module) -> bool:
     """Return whether the units of `model` were named."""
-    return hasattr(_base_of(model), _PATHS_ATTRIBUTE)
+    return hasattr(unwrap(model), _PATHS_ATTRIBUTE)
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
@@ -48,7 +48,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         CheckpointError: there are none.
     """
     if is_named(model):
-        base = _base_of(model)
+        base = unwrap(model)
         return list(_resolve(base, getattr(base, _PATHS_ATTRIBUTE)).values())
     return list(callable_parts(_find_stack(model)))
 
@@ -64,7 +64,7 @@ def find_decoder_stack(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequen
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and list(module) == layers:
             return path, module
     raise CheckpointError(
-        f"decoder layers of {type(_base_of(model)).__name__}",
+        f"decoder layers of {type(unwrap(model)).__name__}",
         expected="the items of one nn.ModuleList",
         found=f"{len(layers)} in several places",
     )
@@ -96,11 +96,12 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def get_output_embeddings(model: nn.Module) -> nn.Module | None:
     """Return the LM head, if the model has one."""
-    base = _base_of(model)
+    base = unwrap(model)
     return base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
 
 
-def _base_of(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT wraps; another one as it is."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -111,7 +112,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _find_stack(model: nn.Module) -> nn.Module:
-    base = _base_of(model)
+    base = unwrap(model)
     decoder = base.get_decoder() if isinstance(base, PreTrainedModel) else base
     for part in (decoder, base):
         stacks: list[nn.Module] = [*find_stacks(part)]
