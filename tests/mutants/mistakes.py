@@ -144,8 +144,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
-        "if getattr(self, _INDEX_ATTRIBUTE) >= floor.lowest:",
-        "if getattr(self, _INDEX_ATTRIBUTE) > floor.lowest:",
+        "if floor.index_of[self] >= floor.lowest:",
+        "if floor.index_of[self] > floor.lowest:",
         "the lowest layer with an adapter gets no gradient",
     ),
     "head not quantized": Mutant(
@@ -156,9 +156,9 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/unit/model/test_quantizing.py",),
     ),
     "later adapter not broadcast": Mutant(
-        "lorashard/model/adding.py",
-        "    check_frozen(model)\n    share_adapters(model, known)",
-        "    check_frozen(model)",
+        "lorashard/model/added_adapters.py",
+        "        check_frozen(model)\n        share_adapters(model, known)",
+        "        check_frozen(model)",
         "each rank trains an adapter, added later, that it has drawn for itself",
         ("tests/distributed/model/test_peft_adding.py",),
     ),
@@ -321,15 +321,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "numbers for scales": Mutant(
         "lorashard/model/sources.py",
-        "source.fill(weight, begin, end, staging, number)",
+        "source.fill(weight, begin, end, staging, part)",
         "source.fill(weight, begin, end, staging)",
         "of a base that is stored quantized the numbers are taken for scales too",
         ("tests/distributed/weights/test_stored_bases.py",),
     ),
     "commit not compared": Mutant(
         "lorashard/model/loading.py",
-        "_check_commit(folder)  # the first collective",
-        "# the first collective",
+        "_check_commit(folder)\n",
+        "\n",
         "ranks load two commits of a model whose branch has moved",
         ("tests/distributed/weights/test_loading.py", "-k", "commit"),
     ),

@@ -140,7 +140,7 @@ def test_a_hostile_header_is_an_error_and_no_crash(model, header):
         ({"hidden_size": 48}, "another shape"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2"),
         ({"num_attention_heads": 0}, "config.json: describes no model"),
-        ({"hidden_act": "nonsense"}, "config.json describes a model"),
+        ({"hidden_act": "nonsense"}, "a model that cannot be built"),
         ({"dtype": "nonsense"}, "config.json: describes no model"),
     ],
 )
@@ -199,7 +199,10 @@ ADAPTER_DAMAGES = {
     ),
     "config cut": (lambda f: _cut(f / "adapter_config.json"), "adapter_config.json: damaged"),
     "config a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "adapter_config.json: damaged"),
-    "kind": (lambda f: change(f / "adapter_config.json", peft_type="NONSENSE"), "adapter_config.json cannot be read"),
+    "kind": (
+        lambda f: change(f / "adapter_config.json", peft_type="NONSENSE"),
+        "adapter_config.json: it cannot be read",
+    ),
     "base a number": (
         lambda f: change(f / "adapter_config.json", base_model_name_or_path=4),
         "base_model_name_or_path cannot be 4",
