@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ..config.quantization_options import Quantization
 from ..model.adapters import base_test, inject
-from ..model.loading import put_placeholders
 from ..model.refusals import check_config
 from ..model.saved import count_labels, read_config, restore
+from ..model.skeleton import put_placeholders
 from ..model.units import find_units
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks

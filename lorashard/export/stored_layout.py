@@ -86,9 +86,9 @@ class OriginalLayout:
     def key_of(self, name: str) -> str | None:
         """Return the key of the stored tensor that holds a model tensor and nothing else; None if there is none."""
         source = self._sources.get(name)
-        if source is None or isinstance(source, Group) or len(source.runs) != 1:
+        if source is None or isinstance(source, Group) or len(source.segments) != 1:
             return self._added.get(name)
-        stored = source.runs[0].stored
+        stored = source.segments[0].stored
         return stored.key if tuple(stored.shape) == source.shape else None
 
     def batches(self, names: Sequence[str]) -> list[list[str]]:
@@ -113,9 +113,9 @@ class OriginalLayout:
                 yield from self._revert(source, values)
                 return
             flat, position = value.reshape(-1), 0
-            for run in source.runs:
-                yield run.stored.key, run.begin, flat[position : position + run.numel]
-                position += run.numel
+            for segment in source.segments:
+                yield segment.stored.key, segment.begin, flat[position : position + segment.numel]
+                position += segment.numel
 
     def _revert(self, group: Group, values: Mapping[str, torch.Tensor]) -> Iterator[StoredValues]:
         made = revert(self._model, values)
@@ -151,8 +151,8 @@ def _stored_in(source: Any) -> Iterator[Any]:
             yield from stored
     else:
         seen = {}
-        for run in source.runs:
-            seen[run.stored.key] = run.stored
+        for segment in source.segments:
+            seen[segment.stored.key] = segment.stored
         yield from seen.values()
 
 
