@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ConfigError, ShardError
 from ..runtime.dist import ShardGroup
 from .autograd import Handle, PackedHandle, first_differentiable, is_in_backward, saved_handles
-from .schedule import Direction, farthest
+from .schedule import Direction, choose_slot
 from .slots import Slot, SlotPool, plan_slots
 from .stats import Stats
 from .streams import SideStream
@@ -82,7 +82,8 @@ class Engine:
         self._prefetch = prefetch
         self._stream = SideStream(device)
         sharded = [unit for unit in self.units if not unit.is_resident]
-        self.pool = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
+        sizes = [(unit.size_class, unit.layout.total_bytes) for unit in sharded]
+        self.pool = SlotPool(plan_slots(sizes, prefetch), device)
         self._order_slots()
         self._positions = {unit: [i for i, visit in enumerate(visits) if visit.unit is unit] for unit in self.units}
         self._position = 0
@@ -330,16 +331,22 @@ class Engine:
 
     def _take_slot(self, unit: Unit) -> Slot | None:
         slots = self.pool.of_class(unit.size_class)
-        for slot in slots:
-            if slot.owner is None:
-                return slot
-        owners = [slot.owner for slot in slots if slot.owner is not None]
-        evictable = [(owner, self._positions[owner]) for owner in owners if owner.state is not State.UNSHARDED]
-        victim = farthest(evictable, self._position, self._direction, len(self._visits))
-        if victim is None:
+        owners = [slot.owner for slot in slots]
+        chosen = choose_slot(
+            owners,
+            lambda owner: owner.state is State.UNSHARDED,
+            self._positions,
+            self._position,
+            self._direction,
+            len(self._visits),
+        )
+        if chosen is None:
             return None
-        self._unsharded_bytes -= victim.layout.total_bytes
-        return victim.evict(self._stream)
+        victim = owners[chosen]
+        if victim is not None:
+            self._unsharded_bytes -= victim.layout.total_bytes
+            victim.evict(self._stream)
+        return slots[chosen]
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 
