@@ -82,8 +82,7 @@ class Engine:
         self._prefetch = prefetch
         self._stream = SideStream(device)
         sharded = [unit for unit in self.units if not unit.is_resident]
-        sizes = [(unit.size_class, unit.layout.total_bytes) for unit in sharded]
-        self.pool = SlotPool(plan_slots(sizes, prefetch), device)
+        self.pool = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
         self._order_slots()
         self._positions = {unit: [i for i, visit in enumerate(visits) if visit.unit is unit] for unit in self.units}
         self._position = 0

@@ -138,16 +138,16 @@ class SlotPool:
         self._by_address = {slot.address: slot for slot in self}
 
 
-def plan_slots(units: Iterable[tuple[str, int]], prefetch: int) -> dict[str, tuple[int, int]]:
+def plan_slots(units: Iterable[Unit], num_layer_slots: int) -> dict[str, tuple[int, int]]:
     """Return how many slots of which size the units need: `{size_class: (num_slots, num_bytes)}`.
 
-    Layers get a slot for the one that computes, for each that is prefetched, and for one that may stay; every other
-    class gets one slot, since its units are visited one at a time.
-
-    Args:
-        units: the size class and the bytes of each unit that is not resident.
+    Layers get `num_layer_slots` (one that computes, those that are prefetched, one that may stay); every other class
+    gets one, since its units are visited one at a time.
     """
-    sizes: dict[str, list[int]] = {}
-    for size_class, num_bytes in units:
-        sizes.setdefault(size_class, []).append(num_bytes)
-    return {name: (min(2 + prefetch if name == "layer" else 1, len(each)), max(each)) for name, each in sizes.items()}
+    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for unit in units:
+        sizes[unit.size_class] = max(sizes.get(unit.size_class, 0), unit.layout.total_bytes)
+        counts[unit.size_class] = counts.get(unit.size_class, 0) + 1
+    wanted = {name: num_layer_slots if name == "layer" else 1 for name in sizes}
+    return {name: (min(wanted[name], counts[name]), sizes[name]) for name in sizes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.placement import ResolvedPlacement
-from ..model.units import EMBEDDING, LAYER, TOWER, WHOLE, size_class
+from ..model.units import EMBEDDING, LAYER, TOWER, WHOLE
 from .activations import Activations, recompute_some
 from .hardware import Cluster, Hardware
 from .memory import BaseMemory, add_resident_layers, count_adapter_bytes, count_state_bytes, place_base
@@ -199,22 +199,18 @@ def _move_base(
             entries.append(TimedEntry(unit.name, 0.0, None))
         else:
             entries.append(TimedEntry(unit.name, rest_s / 3, rest_s * 2 / 3))
-    transfers = {
-        unit.name: _plan_transfer(unit, cluster, placement) for unit in size.units if unit.name in memory.sharded
-    }
+    transfers = {name: _plan_transfer(unit, cluster, placement) for name, unit in memory.sharded.items()}
     return simulate(entries, transfers, memory.num_slots, placement.prefetch, hardware.is_overlapping)
 
 
 def _plan_transfer(unit: UnitSize, cluster: Cluster, placement: ResolvedPlacement) -> Transfer:
-    hardware, num_shards = cluster.hardware, placement.group_size
-    slots = size_class(unit.kind)
+    hardware, layout = cluster.hardware, unit.layout
     if placement.placement == "file":
-        num_bytes = unit.layout.used_bytes
-        return Transfer(slots, num_bytes / hardware.file_bytes_per_s, 0, num_bytes)
-    gathered_bytes = unit.total_bytes(num_shards) if num_shards > 1 else 0
-    seconds = gather_seconds(gathered_bytes, num_shards, cluster) if num_shards > 1 else 0.0
-    copied_bytes = unit.shard_bytes(num_shards) if placement.placement == "host" else 0
-    return Transfer(slots, seconds + copied_bytes / hardware.host_bytes_per_s, gathered_bytes, copied_bytes)
+        return Transfer(unit.size_class, layout.used_bytes / hardware.file_bytes_per_s, 0, layout.used_bytes)
+    gathered_bytes = layout.total_bytes if layout.num_shards > 1 else 0
+    copied_bytes = layout.shard_bytes if placement.placement == "host" else 0
+    seconds = gather_seconds(gathered_bytes, layout.num_shards, cluster) + copied_bytes / hardware.host_bytes_per_s
+    return Transfer(unit.size_class, seconds, gathered_bytes, copied_bytes)
 
 
 def _finish_step_s(size: ModelSize, workload: Workload, activations: Activations, cluster: Cluster) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config.placement import ResolvedPlacement
 from ..engine.slots import plan_slots
 from ..model.homes import choose_resident
-from ..model.units import size_class
-from .size import ModelSize
+from .size import ModelSize, UnitSize
 
 # Optimizers by the bytes of state for each trained parameter; of all others it is two float32 values.
 _STATE_BYTES = {
@@ -36,7 +36,7 @@ class BaseMemory:
         file_bytes: in files that all ranks of a node read through the page cache, which may be evicted.
         device_bytes: what the device holds in all; on a CPU host memory is the device's.
         num_slots: of each size class.
-        sharded: names of the units that need a slot; the others stay unsharded.
+        sharded: the units that need a slot, by name, as they are sharded; the others stay unsharded.
     """
 
     rest_bytes: int
@@ -45,7 +45,7 @@ class BaseMemory:
     file_bytes: int
     device_bytes: int
     num_slots: dict[str, int]
-    sharded: frozenset[str]
+    sharded: dict[str, UnitSize]
 
 
 def place_base(size: ModelSize, placement: ResolvedPlacement, device_type: str) -> BaseMemory:
@@ -55,19 +55,20 @@ def place_base(size: ModelSize, placement: ResolvedPlacement, device_type: str) 
     resident = choose_resident(size, placement.resident_layers) if not is_mapped else []  # type: ignore[arg-type]
     resident_names = {unit.name for unit in resident}
     rest_bytes = host_bytes = file_bytes = 0
-    sharded: dict[str, tuple[str, int]] = {}
+    sharded: dict[str, UnitSize] = {}
     for unit in size.units:
         home = "replicate" if unit.name in resident_names else placement.placement
-        num_shards = placement.group_size if home in ("shard", "host") else 1
+        unit = unit.shard_over(placement.group_size if home in ("shard", "host") else 1)
         if home == "host":
-            host_bytes += unit.shard_bytes(num_shards)
+            host_bytes += unit.layout.shard_bytes
         elif home == "file":
             file_bytes += unit.layout.used_bytes
         else:
-            rest_bytes += unit.shard_bytes(num_shards)
-        if home == "host" or (home == "file" and not is_mapped) or num_shards > 1:
-            sharded[unit.name] = (size_class(unit.kind), unit.total_bytes(num_shards))
-    slots = plan_slots(sharded.values(), placement.prefetch)
+            rest_bytes += unit.layout.shard_bytes
+        if home == "host" or (home == "file" and not is_mapped) or unit.layout.num_shards > 1:
+            sharded[unit.name] = unit
+    moving: list[Any] = list(sharded.values())  # what plan_slots reads of a unit, these have too
+    slots = plan_slots(moving, num_layer_slots=2 + placement.prefetch)
     slot_bytes = sum(number * num_bytes for number, num_bytes in slots.values())
     return BaseMemory(
         rest_bytes=rest_bytes,
@@ -76,7 +77,7 @@ def place_base(size: ModelSize, placement: ResolvedPlacement, device_type: str) 
         file_bytes=file_bytes,
         device_bytes=rest_bytes + slot_bytes + (host_bytes if is_cpu else 0),
         num_slots={name: number for name, (number, _) in slots.items()},
-        sharded=frozenset(sharded),
+        sharded=sharded,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from ..model.embeddings import put_saved_embeddings
 from ..model.loading import build_skeleton
 from ..model.quantizing import quantize_structure
 from ..model.sources import plan_unit
-from ..model.units import EMBEDDING, HEAD, LAYER, FoundUnit, find_structure
+from ..model.units import LAYER, FoundUnit, find_structure, size_class
 from ..weights.model_folder import read_config_json
 from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import StoredFormat, find_stored_format
@@ -59,13 +58,21 @@ class UnitSize:
         stored = sum(math.prod(field.shape) for field in self.layout.fields)
         return stored + sum(weight.numel - weight.parts_numel for weight in self.packed)
 
+    @property
+    def size_class(self) -> str:
+        return size_class(self.kind)
+
+    def shard_over(self, num_shards: int) -> UnitSize:
+        """Return it with the layout of that many shards."""
+        return replace(self, layout=replace(self.layout, num_shards=num_shards))
+
     def shard_bytes(self, num_shards: int) -> int:
         """Return what each of `num_shards` ranks keeps of it, padding included."""
-        return dataclasses.replace(self.layout, num_shards=num_shards).shard_bytes
+        return replace(self.layout, num_shards=num_shards).shard_bytes
 
     def total_bytes(self, num_shards: int) -> int:
-        """Return the bytes that a gather makes whole."""
-        return dataclasses.replace(self.layout, num_shards=num_shards).total_bytes
+        """Return the bytes that it takes unsharded, padding included."""
+        return replace(self.layout, num_shards=num_shards).total_bytes
 
 
 @dataclass(frozen=True)
@@ -239,18 +246,3 @@ def _find_config(model_name_or_path: str, revision: str | None) -> Path:
             f"The hub has no config.json of {model_name_or_path} for you: {str(error).splitlines()[0]} "
             "Check the spelling; for a gated or private model log in with `hf auth login` or set HF_TOKEN."
         ) from error
-
-
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "LAYER",
-    "ModelSize",
-    "PackedSize",
-    "UnitSize",
-    "build_meta_model",
-    "compare_with_headers",
-    "find_stored",
-    "find_stored_dtype",
-    "measure_model",
-]
