@@ -25,9 +25,9 @@ class Workload:
     """What a step trains on.
 
     Attributes:
-        activations: of one microbatch, with the activation checkpointing that was asked for.
-        microbatch_tokens: of one rank.
-        saved_activations: without activation checkpointing, where some layers may do without; else None.
+        activations: of one microbatch, with activation checkpointing as it is given.
+        microbatch_tokens: tokens of one rank's microbatch.
+        saved_activations: those without activation checkpointing, where some layers may do without it; else None.
         optimizer: transformers' name of it.
         dataset_tokens: of all epochs, if known.
     """
@@ -49,22 +49,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """What one placement costs; bytes are a rank's, if not said otherwise.
+    """What one placement costs; bytes are one rank's.
 
     Attributes:
-        rest_bytes: of the base at rest on the device.
-        slot_bytes: of the slots.
+        rest_bytes, slot_bytes, host_bytes, file_bytes: as in `BaseMemory`.
         adapter_bytes: of the adapter, its gradients, DDP's buckets and the optimizer's state.
         activation_bytes: the most while decoder layers run.
         logits_bytes: what the head and the loss take on top of what layers saved; never at the same time.
-        peak_bytes: the most of everything.
-        host_bytes: of the base in this rank's own host memory.
-        file_bytes: of files that all ranks of a node read through the page cache, which may be evicted.
+        peak_bytes: the most of everything on the device.
         gathered_bytes: gathered in a step.
         copied_bytes: copied from host memory or files, in a step.
-        step_s: predicted, of which `wait_s` waits for the base.
-        lacks: what is missing, or None if it fits.
-        workspace_bytes: what quantized weights are unpacked to, one at a time.
+        step_s: seconds of a step, of which `wait_s` wait for the base.
+        lacks: what there is too little of, or None if it fits.
+        workspace_bytes: of the buffer that quantized weights are unpacked into, one at a time.
     """
 
     placement: ResolvedPlacement
@@ -164,7 +161,7 @@ def _count_beside(size: ModelSize, workload: Workload, cluster: Cluster, placeme
 
 
 def compute_seconds(work: Work, hardware: Hardware) -> float:
-    """Return how long a device takes: for its matmuls and everything else, or for starting them if that is longer."""
+    """Return how long a device takes: for matmuls and everything else, or for starting kernels if that is longer."""
     device_s = max(0.0, work.flops) / hardware.flops_per_s + max(0.0, work.moved_bytes) / hardware.memory_bytes_per_s
     return max(device_s, work.num_kernels * hardware.kernel_s)
 
