@@ -56,8 +56,7 @@ def test_piped_lines_are_a_conversation(task, plain, ranks):
     lines = "w20 w21\nw22\n\n/reset\nw22\n/exit\nw23\n"
     result = run(task, ["chat", "runs/answers", *GREEDY, *ranks], lines)
     assert result.stdout.splitlines() == [*talk(task, plain, ["w20 w21", "w22"]), *talk(task, plain, ["w22"])]
-    assert "placement: " in result.stderr and "begins anew" in result.stderr
-    assert result.stderr.count("> ") == 6
+    assert "placement: " in result.stderr and result.stderr.count("> ") == 6
 
 
 def test_without_a_template_lines_are_texts_to_go_on_with(task, plain):
