@@ -23,7 +23,7 @@ from torch import nn
 from transformers import modeling_layers
 from transformers.cache_utils import Cache
 
-from ..config.quantization_options import Quantization, explain_compiling
+from ..config.quantization_options import Quantization, check_compiling
 from ..errors import ConfigError
 
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -72,9 +72,7 @@ def refuse_quantized(quantization: Quantization | None) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    reason = explain_compiling(quantization)
-    if reason is not None:
-        raise ConfigError(reason)
+    check_compiling(quantization)
 
 
 def _nothing() -> None:

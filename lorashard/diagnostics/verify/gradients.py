@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers.utils import logging as transformers_logging
 
 from ... import api
-from ...config.placement import ResolvedPlacement, read_placement, resolve_placement
+from ...config.placement import ResolvedPlacement, resolve_placement
 from ...config.quantization_options import describe_quantization, read_quantization
 from ...config.use_options import VerifyOptions
 from ...export.quantized_base import dequantize_model
@@ -99,8 +99,7 @@ def verify_gradients(options: VerifyOptions) -> None:
 
 
 def _resolve(options: VerifyOptions, world_size: int) -> ResolvedPlacement:
-    asked = read_placement(**options.placement_options())
-    return resolve_placement(asked, world_size, dist.find_node_size())
+    return resolve_placement(options, world_size, dist.find_node_size())
 
 
 def _make_lora() -> LoraConfig:
