@@ -141,10 +141,10 @@ def test_a_column_of_late_values_has_their_type(tmp_path):
 @pytest.mark.parametrize(
     "method, row, message",
     [
-        ("dpo", {"prompt": "a", "chosen": "b"}, "dpo .* prompt + chosen + rejected, or chosen + rejected"),
-        ("kto", {"prompt": "a", "completion": "b"}, "kto .* prompt + completion + label"),
-        ("grpo", {"question": "a"}, "grpo .* prompt; found question"),
-        ("dpo", PAIR | {"image": "x"}, "image.*only text|only text.*image"),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "prompt + chosen + rejected, or chosen + rejected .*dpo"),
+        ("kto", {"prompt": "a", "completion": "b"}, "prompt + completion + label, .*kto"),
+        ("grpo", {"question": "a"}, "prompt .*grpo.* found question"),
+        ("dpo", PAIR | {"image": "x"}, "text .*'image'"),
         ("dpo", PAIR | {"rejected": None}, r"line 2: `rejected` is null"),
         ("dpo", PAIR | {"chosen": ""}, r"line 2: `chosen` is empty"),
         ("dpo", PAIR | {"chosen": 5}, r"line 2: `chosen` .*found a number"),
@@ -218,7 +218,7 @@ def test_validate_checks_a_run_of_the_method(tmp_path, method, row, capsys, monk
     assert f"4 rows; {', '.join(METHODS[method].formats[0])} (texts)" in capsys.readouterr().out
     Path(path).write_text(json.dumps({"text": "a"}))
     assert main(words) == 2
-    assert f"{method} needs the columns" in capsys.readouterr().err
+    assert f"for {method}, found text" in capsys.readouterr().err
 
 
 def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):
