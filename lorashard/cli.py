@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -29,10 +29,9 @@ from .runtime.signals import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from .config.base_options import RankOptions
-    from .config.use_options import BaseCommandOptions, CommandWords
+    from .config.use_options import CommandWords
 
-_AnyOptions = TypeVar("_AnyOptions", bound="RankOptions")
-_Options = TypeVar("_Options", bound="BaseCommandOptions")
+_Options = TypeVar("_Options", bound="RankOptions")
 
 # The libraries that decide what a run computes.
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -74,6 +73,35 @@ class _OptionsCommand(TyperCommand):
 
         formatter.write(build_options_help())
 
+
+# The commands whose ranks all call one function: the class of their options, the function, and what help prints.
+_RANKED_COMMANDS = {
+    "chat": ("ChatOptions", "lorashard.inference.chat", "chat", "Chat with an adapter on its base."),
+    "merge": (
+        "MergeOptions",
+        "lorashard.export.merge_command",
+        "merge",
+        "Merge an adapter into its base, and write the merged model.",
+    ),
+    "generate": (
+        "GenerateOptions",
+        "lorashard.inference.generation",
+        "generate_file",
+        "Generate completions of a file of prompts with an adapter on its base.",
+    ),
+    "eval": (
+        "EvalOptions",
+        "lorashard.inference.evaluation",
+        "evaluate",
+        "Measure loss, perplexity and exact matches on a dataset.",
+    ),
+    "verify": (
+        "VerifyOptions",
+        "lorashard.diagnostics.verify",
+        "verify",
+        "Check an adapter, a merged model, or that sharding changes no gradient of a model on this machine.",
+    ),
+}
 
 app = typer.Typer(
     add_completion=False,
@@ -201,106 +229,31 @@ def _plan(
     return 0
 
 
-@app.command("chat", cls=_use_command("ChatOptions"), context_settings=_ANY_OPTIONS)
-def _chat(ctx: typer.Context) -> int:
-    """Chat with an adapter on its base."""
-    from .config.use_options import ChatOptions
-
-    def load() -> Callable[[ChatOptions], None]:
-        from .inference.chat import chat
-
-        return chat
-
-    return _run_in_ranks(ctx, ChatOptions, load, is_interactive=True)
-
-
-@app.command("merge", cls=_use_command("MergeOptions"), context_settings=_ANY_OPTIONS)
-def _merge(ctx: typer.Context) -> int:
-    """Merge an adapter into its base, and write the merged model."""
-    from .config.use_options import MergeOptions
-
-    def load() -> Callable[[MergeOptions], None]:
-        from .export.merge_command import merge
-
-        return merge
-
-    def clear_up(options: MergeOptions) -> None:  # ranks that were killed could not
-        from .export.staging import remove_partial
-
-        remove_partial(Path(options.out))
-
-    return _run_in_ranks(ctx, MergeOptions, load, clear_up)
-
-
-@app.command("generate", cls=_use_command("GenerateOptions"), context_settings=_ANY_OPTIONS)
-def _generate(ctx: typer.Context) -> int:
-    """Generate completions of a file of prompts with an adapter on its base."""
-    from .config.use_options import GenerateOptions
-
-    def load() -> Callable[[GenerateOptions], None]:
-        from .inference.generation import generate_file
-
-        return generate_file
-
-    return _run_in_ranks(ctx, GenerateOptions, load)
-
-
-@app.command("eval", cls=_use_command("EvalOptions"), context_settings=_ANY_OPTIONS)
-def _eval(ctx: typer.Context) -> int:
-    """Measure loss, perplexity and exact matches on a dataset."""
-    from .config.use_options import EvalOptions
-
-    def load() -> Callable[[EvalOptions], None]:
-        from .inference.evaluation import evaluate
-
-        return evaluate
-
-    return _run_in_ranks(ctx, EvalOptions, load)
-
-
-@app.command("verify", cls=_use_command("VerifyOptions"), context_settings=_ANY_OPTIONS)
-def _verify(ctx: typer.Context) -> int:
-    """Check an adapter, a merged model, or that sharding changes no gradient of a model on this machine."""
-    from .config.use_options import VerifyOptions
-
-    def load() -> Callable[[VerifyOptions], None]:
-        from .diagnostics.verify import verify
-
-        return verify
-
-    return _run_in_ranks(ctx, VerifyOptions, load)
-
-
-def _run_in_ranks(
-    ctx: typer.Context,
-    options_class: type[_Options],
-    load: Callable[[], Callable[[_Options], None]],
-    clear_up: Callable[[_Options], None] | None = None,
-    is_interactive: bool = False,
-) -> int:
-    """Run a command on its ranks.
-
-    Args:
-        options_class: Of the command's words.
-        load: Imports what each rank does, which may take seconds.
-        clear_up: Called in the process that started the ranks, if they failed.
-        is_interactive: Rank 0 uses this process's terminal.
-    """
+def _run_in_ranks(ctx: typer.Context) -> int:
+    """Run a command of `_RANKED_COMMANDS`, here or in ranks that are started for it."""
+    options_name, module, function, _ = _RANKED_COMMANDS[ctx.info_name or ""]
+    options_class = getattr(importlib.import_module("lorashard.config.use_options"), options_name)
     options = _read_handed_over(ctx, options_class) or options_class.read(ctx.args)
     from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            run = load()
+            run = getattr(importlib.import_module(module), function)
         run(options)
 
-    exit_code = run_command(ctx.info_name or "", options, work, is_interactive)
-    if exit_code and clear_up is not None:
-        clear_up(options)
+    exit_code = run_command(ctx.info_name or "", options, work, is_interactive=ctx.info_name == "chat")
+    if exit_code and ctx.info_name == "merge":  # ranks that were killed could not clear up
+        from .export.staging import remove_partial
+
+        remove_partial(Path(options.out))
     return exit_code
 
 
-def _read_handed_over(ctx: typer.Context, options_class: type[_AnyOptions]) -> _AnyOptions | None:
+for _name, (_options_name, _, _, _help) in _RANKED_COMMANDS.items():
+    app.command(_name, cls=_use_command(_options_name), context_settings=_ANY_OPTIONS, help=_help)(_run_in_ranks)
+
+
+def _read_handed_over(ctx: typer.Context, options_class: type[_Options]) -> _Options | None:
     """Return the options that `lorashard.launch` resolved before it started this rank; None in any other process."""
     from .config.base_options import OPTIONS_FILE
     from .runtime.devices import find_launcher

@@ -118,22 +118,23 @@ def test_a_mistake_in_the_data_is_one_line_and_exit_code_2(task):
     """Ranks that wait in a collective for one that has found nothing to read."""
     (task / "empty.jsonl").touch()
     result = run(task, "eval", "runs/answers", "--dataset", "empty.jsonl", "--cpu", 2)
-    errors = [line for line in result.stderr.splitlines() if "holds no rows" in line]
+    errors = [line for line in result.stderr.splitlines() if "empty.jsonl" in line]
     assert result.returncode == 2 and len(errors) == 1 and "Traceback" not in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "words, option",
     [
-        ([], "no dataset"),
-        (["--dataset", "rows.jsonl", "--packing"], "unknown option 'packing'"),
+        ([], "dataset"),
+        (["--dataset", "rows.jsonl", "--packing"], "packing"),
         (["--dataset", "rows.jsonl", "--max_new_tokens", "0"], "max_new_tokens"),
     ],
 )
-def test_a_mistake_in_the_options_is_found_before_any_rank_starts(words, message):
-    """An option of the training that says nothing here, taken and passed over."""
-    with pytest.raises(ConfigError, match=message):
+def test_a_mistake_in_the_options_is_found_before_any_rank_starts(words, option):
+    """An option of the training that has no meaning here, taken and passed over."""
+    with pytest.raises(ConfigError) as caught:
         EvalOptions.read(["adapter", *words])
+    assert caught.value.option == option
 
 
 @pytest.mark.slow
