@@ -188,6 +188,8 @@ def test_defaults_are_those_that_work_for_lora() -> None:
 
 
 GRPO = "--method grpo --reward_funcs a.b"
+EVALUATED = "--eval_dataset e --eval_strategy steps --eval_steps 2"
+BEST = f"{EVALUATED} --save_steps 2 --load_best_model_at_end"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +252,18 @@ GRPO = "--method grpo --reward_funcs a.b"
         ("--include_input_output_embeddings", "include_input_output_embeddings", "quantization: none"),
         ("--load_in_8bit --include_input_output_embeddings --use_liger_kernel",
          "include_input_output_embeddings", "use_liger_kernel"),
+        # The best checkpoint, which transformers asserts after the model is loaded, or never finds
+        (f"{EVALUATED} --early_stopping_patience 2", "early_stopping_patience", "load_best_model_at_end"),
+        ("--early_stopping_patience 2 --load_best_model_at_end", "load_best_model_at_end", "eval_dataset"),
+        ("--eval_dataset e --eval_strategy no --load_best_model_at_end", "load_best_model_at_end", "eval_strategy"),
+        ("--sample_prompts a", "sample_prompts", "eval_dataset"),
+        ("--save_strategy best", "save_strategy", "eval_dataset"),
+        (f"{BEST} --early_stopping_patience 0", "early_stopping_patience", "1 0"),
+        (f"{BEST} --early_stopping_threshold 0.1", "early_stopping_threshold", "early_stopping_patience"),
+        (f"{BEST} --save_strategy epoch", "save_strategy", "steps epoch"),
+        (f"{BEST} --save_strategy no", "save_strategy", "steps no"),
+        (BEST.replace("--save_steps 2", "--save_steps 3"), "save_steps", "eval_steps, 2, 3"),
+        (f"{BEST} --metric_for_best_model los", "metric_for_best_model", "'los'"),
         # Options of another method
         ("--beta 0.1", "beta", "dpo, kto, grpo sft"),
         ("--method dpo --packing", "packing", "sft dpo"),
