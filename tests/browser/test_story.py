@@ -104,7 +104,7 @@ def test_from_the_form_to_a_merged_model(start_ui, open_tab, make_place, page_er
     page.wait_for_url("**/new")
     start_from_form(page, "first")
     # What had loaded torch is gone, and no GPU's memory with it.
-    assert not [p for p in server.list_processes() if "lorashard_ui.running.answering" in p.cmdline()]
+    assert not [p for p in server.list_processes() if "lorashard_ui.running.worker_main" in p.cmdline()]
     asked = (run / "asked.yaml").read_text()
     assert "learning_rate: 0.005" in asked and "activation_checkpointing: false" in asked
 

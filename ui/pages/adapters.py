@@ -8,7 +8,7 @@ import gradio as gr
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, link, note, tag
 from ..running.packing import has_adapter
 
@@ -21,9 +21,9 @@ def make_choice() -> tuple[gr.Dropdown, gr.CheckboxGroup, gr.Number]:
     return run, gpus, ranks
 
 
-def find_adapters(desk: Desk, request: gr.Request) -> tuple[list[str], str]:
+def find_adapters(context: AppContext, request: gr.Request) -> tuple[list[str], str]:
     """Return the runs that have an adapter, and the one that the page's address names, or an empty text."""
-    names = [row.name for row in desk.runs.list() if has_adapter(desk.root / row.name)]
+    names = [row.name for row in context.runs.list() if has_adapter(context.root / row.name)]
     return names, request.query_params.get("run", "")
 
 

@@ -12,7 +12,7 @@ import gradio as gr
 from lorashard.errors import ConfigError
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, join, link, note, tag
 from ..running.chatting import Chat, End, Piece, Waiting
 from .adapters import draw_empty, find_adapters, find_device_words, make_choice
@@ -28,7 +28,7 @@ _NO_TALK = json.dumps({source: [] for source in _SOURCES})
 Talk = dict[str, list[dict[str, str]]]
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     # Kept by the browser: a server that was started again, or a model that was unloaded, goes on with it.
@@ -67,7 +67,7 @@ def build(desk: Desk) -> None:
     devices = [run, gpus, ranks]
 
     def arrive(request: gr.Request) -> dict[Any, Any]:
-        names, asked_for = find_adapters(desk, request)
+        names, asked_for = find_adapters(context, request)
         if not names or (asked_for and asked_for not in names):
             text = draw_empty(asked_for, names, "Train one, and talk to it here.", ("chat", "Talk to another"))
             return {empty: gr.update(value=text, visible=True)}
@@ -82,22 +82,22 @@ def build(desk: Desk) -> None:
         if not name:
             return gr.skip()
         found = list_gpus()
-        others = [chat.name for chat in desk.chats.list() if chat.name != name]
+        others = [chat.name for chat in context.chats.list() if chat.name != name]
         shown = {
             "free": show_if_any(draw_gpus(found) if found else ""),
-            "state": draw_state(desk.chats.find(name), others),
+            "state": draw_state(context.chats.find(name), others),
         }
         return parts.send(seen, shown)
 
     def begin_loading(name: str | None, gpus: Sequence[int], ranks: float | None) -> Any:
         try:
-            desk.chats.load(name or "", find_device_words(gpus, ranks))
+            context.chats.load(name or "", find_device_words(gpus, ranks))
             return show_if_any("")
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
 
     def end_loading(name: str | None) -> Any:
-        if (chat := desk.chats.find(name or "")) is not None:
+        if (chat := context.chats.find(name or "")) is not None:
             chat.unload()
         return show_if_any("")
 
@@ -129,9 +129,9 @@ def build(desk: Desk) -> None:
         }
         problem, unsent = "", gr.skip()
         try:
-            chat = desk.chats.find(name or "")
+            chat = context.chats.find(name or "")
             if chat is None or not chat.is_alive:
-                chat = desk.chats.load(name or "", find_device_words(gpus, ranks))
+                chat = context.chats.load(name or "", find_device_words(gpus, ranks))
             settings = collect_settings(temperature, max_new_tokens, seed)
             for event in chat.answer(str(request.session_hash), exchange.write_prompts(system), settings):
                 if isinstance(event, Waiting):
@@ -155,7 +155,7 @@ def build(desk: Desk) -> None:
         }
 
     def cancel(name: str | None, request: gr.Request) -> None:
-        if (chat := desk.chats.find(name or "")) is not None:
+        if (chat := context.chats.find(name or "")) is not None:
             chat.cancel(str(request.session_hash))
 
     def forget(name: str | None, request: gr.Request) -> list[Any]:

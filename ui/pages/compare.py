@@ -11,7 +11,7 @@ import numpy as np
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_curves
 from ..drawing.markup import Markup, badge, join, link, note, table
 from ..drawing.wording import NONE, show_count, show_duration, show_number
@@ -29,7 +29,7 @@ _UNCHARTED = ("time", "step", "epoch")
 _AXES = {"step": "step", "time": "minutes", "tokens": "tokens"}
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     load_plotly()
@@ -49,8 +49,8 @@ def build(desk: Desk) -> None:
     parts = Parts(runs=runs, metric=metric, said=said, body=body, plot=plot, ends=ends, options=options)
 
     def refresh(seen: str, names: list[str], metric: str, axis: str, smoothing: float, is_log: bool) -> dict[Any, Any]:
-        values: dict[str, Any] = {"runs": gr.update(choices=[row.name for row in desk.runs.list()])}
-        readers, problems = _find_readers(desk, names)
+        values: dict[str, Any] = {"runs": gr.update(choices=[row.name for row in context.runs.list()])}
+        readers, problems = _find_readers(context, names)
         values["body"] = gr.update(visible=bool(readers))
         if readers:
             found = sorted({name for reader in readers for name in reader.series_names()} - {*_UNCHARTED})
@@ -72,7 +72,7 @@ def build(desk: Desk) -> None:
     def read_names(request: gr.Request) -> Any:
         words = request.query_params.getlist("runs") if hasattr(request.query_params, "getlist") else []
         names = list(dict.fromkeys(name for word in words for name in word.split(",") if name))
-        known = [row.name for row in desk.runs.list()]
+        known = [row.name for row in context.runs.list()]
         return gr.update(choices=[*known, *(name for name in names if name not in known)], value=names)
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -86,11 +86,11 @@ def build(desk: Desk) -> None:
     is_log.change(**asked)
 
 
-def _find_readers(desk: Desk, names: Sequence[str]) -> tuple[list[RunReader], list[str]]:
+def _find_readers(context: AppContext, names: Sequence[str]) -> tuple[list[RunReader], list[str]]:
     readers, problems = [], []
     for name in names[:_MOST_RUNS]:
         try:
-            readers.append(desk.runs.get(name))
+            readers.append(context.runs.get(name))
         except ConfigError:
             problems.append(f"There is no run \u201c{name}\u201d: it was deleted, or never was.")
     if len(names) > _MOST_RUNS:

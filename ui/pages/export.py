@@ -13,14 +13,14 @@ from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_duration, show_time
 from ..form import exporting
+from ..reading.jsonl_tail import read_end
 from ..reading.places import show_paths
+from ..reading.sanitize import show_safely
 from ..reading.summaries import find_quantization, read_options
-from ..reading.tails import read_end
-from ..reading.taming import show_safely
 from ..running.jobs import Job, merge_words, push_words, verify_words
 from ..running.packing import find_adapter_run, pack_adapter
 from .adapters import draw_empty, find_adapters, find_device_words, make_choice
@@ -34,7 +34,7 @@ _ADAPTER_ITSELF = "the adapter itself"
 _ALL_JOBS = 20
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     make_html(tag("h1", "Export"))
@@ -51,7 +51,7 @@ def build(desk: Desk) -> None:
                 make_html(tag("p", "Writes the adapter into a copy of its base: a model of its own."))
                 with gr.Row():
                     out = gr.Textbox(
-                        "", label="Name of the new folder", info=f"in {show_paths(str(desk.root))}", min_width=220
+                        "", label="Name of the new folder", info=f"in {show_paths(str(context.root))}", min_width=220
                     )
                     dtype = gr.Dropdown(_DTYPES, value="auto", label="dtype", info="auto is the base's", min_width=140)
                     merge_repo = gr.Textbox(
@@ -101,7 +101,7 @@ def build(desk: Desk) -> None:
     prepared = [download, download_told, out, merged_base]
 
     def arrive(request: gr.Request) -> dict[Any, Any]:
-        names, asked_for = find_adapters(desk, request)
+        names, asked_for = find_adapters(context, request)
         if not names or (asked_for and asked_for not in names):
             text = draw_empty(asked_for, names, "Train one, and take it along from here.", ("export", "Another run"))
             return {empty: gr.update(value=text, visible=True)}
@@ -116,7 +116,7 @@ def build(desk: Desk) -> None:
         if not name:
             return gr.skip()
         try:
-            folder = find_adapter_run(desk.root, name)
+            folder = find_adapter_run(context.root, name)
             packed = pack_adapter(folder, Path(download.GRADIO_CACHE) / "adapters")
         except ConfigError as error:
             return {download: gr.update(interactive=False), download_told: show_if_any(note(str(error), "error"))}
@@ -129,7 +129,7 @@ def build(desk: Desk) -> None:
         }
 
     def refresh(seen: str, chosen: str | None) -> dict[Any, Any]:
-        known = desk.jobs.list()[:_ALL_JOBS]
+        known = context.jobs.list()[:_ALL_JOBS]
         ids = [one.id for one in known]
         chosen = chosen if chosen in ids else (ids[0] if ids else None)
         shown = next((one for one in known if one.id == chosen), None)
@@ -141,14 +141,14 @@ def build(desk: Desk) -> None:
                 "job": gr.update(choices=[(name_job(one), one.id) for one in known], value=chosen),
                 "cancel": gr.update(interactive=shown is not None and shown.state == "running"),
                 "log": show_end(shown.log_path) if shown is not None else "",
-                "merged": gr.update(choices=[_ADAPTER_ITSELF, *exporting.list_merged(desk.root)]),
+                "merged": gr.update(choices=[_ADAPTER_ITSELF, *exporting.list_merged(context.root)]),
                 "login": draw_login(exporting.is_logged_in()),
             },
         )
 
     def start(name: str | None, kind: str, find_words: Callable[[], list[str]]) -> tuple[Any, Any]:
         try:
-            desk.jobs.start(kind, name or "", find_words())
+            context.jobs.start(kind, name or "", find_words())
         except ConfigError as error:
             return show_if_any(note(show_paths(str(error)), "error")), gr.skip()
         return show_if_any(note("Started: see Jobs below.")), None  # the newest job's log is shown
@@ -165,7 +165,7 @@ def build(desk: Desk) -> None:
     ) -> tuple[Any, Any]:
         def find_words() -> list[str]:
             devices, base_words = find_device_words(gpus, ranks), exporting.MERGED_BASES[base]
-            asked = exporting.check_merge(desk.root, name, out, dtype, devices, repo, is_private, base_words)
+            asked = exporting.check_merge(context.root, name, out, dtype, devices, repo, is_private, base_words)
             return merge_words(asked.run_folder, asked.out, asked.options)
 
         return start(name, "merge", find_words)
@@ -173,20 +173,20 @@ def build(desk: Desk) -> None:
     def start_verify(name: str | None, gpus: list[int], ranks: float | None, merged: str) -> tuple[Any, Any]:
         def find_words() -> list[str]:
             model = None if merged == _ADAPTER_ITSELF else merged
-            return verify_words(*exporting.check_verify(desk.root, name, model, find_device_words(gpus, ranks)))
+            return verify_words(*exporting.check_verify(context.root, name, model, find_device_words(gpus, ranks)))
 
         return start(name, "verify", find_words)
 
     def start_push(name: str | None, repo: str, is_private: bool) -> tuple[Any, Any]:
         def find_words() -> list[str]:
-            folder = find_adapter_run(desk.root, name)
+            folder = find_adapter_run(context.root, name)
             return push_words(folder, exporting.check_repo(repo), is_private)
 
         return start(name, "push", find_words)
 
     def end_job(chosen: str | None) -> Any:
         try:
-            desk.jobs.cancel(chosen or "")
+            context.jobs.cancel(chosen or "")
             return show_if_any("")
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))

@@ -12,7 +12,7 @@ from lorashard.config.methods import METHODS
 from lorashard.config.run_config import RunConfig, read_known_options, read_own_options
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing import markup
 from ..form.choices import list_datasets, list_models, list_runs
 from ..form.form import BASIC, MORE, NAME
@@ -54,7 +54,7 @@ _STYLE = """<style>
 </style>"""
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     own, method = read_own_options(RunConfig), METHODS["sft"]
     options = read_known_options(method) | own
@@ -75,17 +75,21 @@ def build(desk: Desk) -> None:
     gr.Markdown("# New run")
     with gr.Row():
         source = gr.Dropdown(
-            list_runs(desk.root), value=None, label="Begin with the options of an earlier run", elem_id="clone", scale=2
+            list_runs(context.root),
+            value=None,
+            label="Begin with the options of an earlier run",
+            elem_id="clone",
+            scale=2,
         )
         load = gr.UploadButton("Load a YAML file", file_types=[".yaml", ".yml"], size="sm", elem_id="load-yaml")
     loaded = gr.HTML()
     with gr.Row():
         with gr.Column(min_width=340):
             gr.Markdown("## Model and data")
-            add_typed("model_name_or_path", list_models(desk.root))
+            add_typed("model_name_or_path", list_models(context.root))
             model_note = gr.HTML(elem_id="model-note")
             add("quantization")
-            add_typed("dataset", list_datasets(desk.root))
+            add_typed("dataset", list_datasets(context.root))
             upload = gr.UploadButton(
                 f"Upload a dataset ({', '.join(DATA_SUFFIXES)})", size="sm", elem_id="upload-dataset",
                 file_types=list(DATA_SUFFIXES),
@@ -152,7 +156,7 @@ def build(desk: Desk) -> None:
                     language="yaml", label="The same as YAML", interactive=False, wrap_lines=True, elem_id="yaml"
                 ),
             )  # fmt: skip
-    bind(desk, parts)
+    bind(context, parts)
 
 
 def _head(title: str, text: str, elem_id: str) -> gr.HTML:

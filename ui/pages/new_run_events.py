@@ -17,7 +17,7 @@ from lorashard.config.methods import METHODS
 from lorashard.errors import ConfigError
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing import markup
 from ..drawing.plan_chart import plan_chart
 from ..form.choices import list_datasets, list_models, list_runs
@@ -87,7 +87,7 @@ class Parts:
     yaml: gr.Code
 
 
-def bind(desk: Desk, parts: Parts) -> None:
+def bind(context: AppContext, parts: Parts) -> None:
     """Add the page's events."""
     names, inputs = list(parts.fields), list(parts.fields.values())
     shown = gr.State({"method": "sft", "problems": {}})
@@ -96,7 +96,7 @@ def bind(desk: Desk, parts: Parts) -> None:
 
     def read(values: Sequence[Any]) -> Form:
         return read_form(
-            {name: to_text(value) for name, value in zip(names, values, strict=True)}, desk.root, desk.allowed
+            {name: to_text(value) for name, value in zip(names, values, strict=True)}, context.root, context.allowed
         )
 
     def refresh(before: dict[str, Any], *values: Any) -> list[Any]:
@@ -114,7 +114,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             ask_plan(form),
             ask_preview(form),
             ask_model(form),
-            form.to_command(desk.root),
+            form.to_command(context.root),
             form.to_yaml(),
             summarize(form),
             finds,
@@ -137,7 +137,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             return
         yield [markup.note("Planning for what you have just entered \u2026"), stale, gr.skip()]
         try:
-            found = desk.worker.plan(question)
+            found = context.worker.plan(question)
         except ConfigError as error:
             yield [markup.note(str(error), "error"), gr.update(visible=False), ""]
             return
@@ -158,7 +158,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         if not name:
             return ""
         try:
-            return markup.note(show_paths(desk.worker.describe_model(name)))
+            return markup.note(show_paths(context.worker.describe_model(name)))
         except ConfigError as error:
             return markup.note(str(error), "error")
 
@@ -177,7 +177,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             return
         yield [markup.note("Reading the first rows \u2026"), gr.skip()]
         try:
-            rows = desk.worker.preview(words, _PREVIEW_ROWS)
+            rows = context.worker.preview(words, _PREVIEW_ROWS)
         except ConfigError as error:
             yield [markup.note(str(error), "error"), gr.update(visible=False)]
             return
@@ -196,7 +196,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         yield gr.update(value=text, visible=True)
         lines: list[str] = []
         try:
-            for line in desk.worker.validate(form.to_words(desk.root)):
+            for line in context.worker.validate(form.to_words(context.root)):
                 lines.append(f"\u2713 {show_paths(line)}")
                 yield gr.update(value="\n".join([*lines, text]), visible=True)
             lines.append("\u2713 Nothing is wrong.")
@@ -213,7 +213,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             return
         yield ["", markup.note("Starting \u2026")]
         try:
-            desk.start_run(form.name, form.to_yaml())
+            context.start_run(form.name, form.to_yaml())
         except ConfigError as error:
             yield ["", markup.note(str(error), "error")]
             return
@@ -242,7 +242,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         if not name:
             return [gr.skip()] * (1 + len(names))
         try:
-            return fill(clone_run(desk.root, name), f"The options are those of the run {name}.")
+            return fill(clone_run(context.root, name), f"The options are those of the run {name}.")
         except ConfigError as error:
             return refuse(error)
 
@@ -252,7 +252,7 @@ def bind(desk: Desk, parts: Parts) -> None:
 
     def keep(path: str | None) -> list[Any]:
         try:
-            kept = keep_upload(Path(path or ""), desk.root)
+            kept = keep_upload(Path(path or ""), context.root)
         except ConfigError as error:
             return [markup.note(str(error), "error"), gr.skip()]
         return [markup.note(f"{kept.name} is kept with the runs."), gr.update(value=write_path(str(kept)))]
@@ -275,11 +275,11 @@ def bind(desk: Desk, parts: Parts) -> None:
     parts.find.input(add_option, [parts.find, more, parts.fields["method"]], [parts.find, more], **_HIDDEN)
 
     def arrive(request: gr.Request) -> list[Any]:
-        source, runs = request.query_params.get("from"), list_runs(desk.root)
+        source, runs = request.query_params.get("from"), list_runs(context.root)
         said, *fields = clone(source)
         updates = dict(zip(names, fields, strict=True))
-        updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=list_models(desk.root))
-        updates["dataset"] = merge(updates["dataset"], choices=list_datasets(desk.root))
+        updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=list_models(context.root))
+        updates["dataset"] = merge(updates["dataset"], choices=list_datasets(context.root))
         return [gr.update(choices=runs, value=source if source in runs else None), said, *updates.values()]
 
     page = gr.context.Context.root_block

@@ -10,7 +10,7 @@ import gradio as gr
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_bars, draw_curves
 from ..drawing.markup import join
 from ..reading.runs import RunReader
@@ -34,7 +34,7 @@ _CHARTS = {  # of a part's name: the series, the label
 _NOISY = ("loss", "grad_norm", "tokens_per_s")  # evaluations are few and exact, and the learning rate is chosen
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     name = gr.Textbox(visible=False)
     shown = gr.Textbox(visible=False, value="curves")  # the tab
@@ -45,7 +45,7 @@ def build(desk: Desk) -> None:
         header = make_html()
         alerts = make_html(visible=False)
         progress = make_html()
-        controls = run_controls.Controls(desk, name)
+        controls = run_controls.Controls(context, name)
         with gr.Tabs():
             with gr.Tab("Curves", id="curves") as curves_tab:
                 with gr.Row():
@@ -103,8 +103,8 @@ def build(desk: Desk) -> None:
         if not name:
             return gr.skip()
         try:
-            reader = desk.runs.get(name)
-            values = _show_top(desk, reader, pressed)
+            reader = context.runs.get(name)
+            values = _show_top(context, reader, pressed)
             if tab == "curves":
                 values |= _show_curves(reader, smoothing, is_log)
             elif tab == "ranks":
@@ -140,7 +140,7 @@ def build(desk: Desk) -> None:
     controls.connect(asked)
 
 
-def _show_top(desk: Desk, reader: RunReader, pressed: str) -> dict[str, Any]:
+def _show_top(context: AppContext, reader: RunReader, pressed: str) -> dict[str, Any]:
     summary = reader.summary()
     return {
         "timer": gr.update(value=_LIVE_S if summary.is_live else _OVER_S),
@@ -149,7 +149,7 @@ def _show_top(desk: Desk, reader: RunReader, pressed: str) -> dict[str, Any]:
         "header": run_markup.draw_header(summary),
         "alerts": show_if_any(run_markup.draw_alerts(summary, reader.alerts())),
         "progress": run_markup.draw_progress(summary, reader.progress()),
-    } | run_controls.show_controls(desk, reader, summary, pressed)
+    } | run_controls.show_controls(context, reader, summary, pressed)
 
 
 def _show_curves(reader: RunReader, smoothing: float, is_log: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import gradio as gr
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..reading.runs import RunReader
 from ..reading.summaries import Summary
 from ..running import control
@@ -27,8 +27,8 @@ class Controls:
         parts: what `show_controls` gives values for.
     """
 
-    def __init__(self, desk: Desk, name: gr.Textbox) -> None:
-        self._desk = desk
+    def __init__(self, context: AppContext, name: gr.Textbox) -> None:
+        self._context = context
         self._name = name
         self.pressed = gr.Textbox(visible=False, value="")
         with gr.Row():
@@ -64,14 +64,14 @@ class Controls:
         Args:
             refresh: what an event is given for it.
         """
-        root = self._desk.root
+        root = self._context.root
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
         def press(word: str, act: Callable[[str], None]) -> Callable[[str], str]:
             def handle(name: str) -> str:
                 said: dict[str, Any] = {"word": word}
                 try:
-                    reader = self._desk.runs.get(name)
+                    reader = self._context.runs.get(name)
                     said["saved"] = max((point.step for point in reader.checkpoints()), default=-1)
                     act(name)
                 except ConfigError as error:
@@ -84,7 +84,7 @@ class Controls:
             "stop": (self._stop, lambda name: control.stop_run(root, name)),
             "stop_now": (self._stop_now, lambda name: control.stop_run(root, name, now=True)),
             "save": (self._save, lambda name: control.save_run(root, name)),
-            "resume": (self._resume, self._desk.resume_run),
+            "resume": (self._resume, self._context.resume_run),
         }
         for word, (button, act) in actions.items():
             button.click(press(word, act), self._name, self.pressed, **quiet).then(**refresh)
@@ -93,7 +93,7 @@ class Controls:
             if typed.strip() != name:
                 said = {"word": "delete", "error": f"To delete the run, type its name: {name}"}
                 return json.dumps(said), gr.skip()
-            return press("delete", self._desk.delete_run)(name), gr.update(visible=False)
+            return press("delete", self._context.delete_run)(name), gr.update(visible=False)
 
         outputs = [self.pressed, self._delete_question]
         gr.on([self._delete.click, self._typed.submit], delete, [self._name, self._typed], outputs, **quiet).then(
@@ -106,10 +106,10 @@ class Controls:
         _toggle(self._keep, self._delete_question, False)
 
 
-def show_controls(desk: Desk, reader: RunReader, summary: Summary, pressed: str) -> dict[str, Any]:
+def show_controls(context: AppContext, reader: RunReader, summary: Summary, pressed: str) -> dict[str, Any]:
     """Return the values of `Controls.parts`."""
     is_live = summary.is_live
-    reason = None if is_live else control.explain_no_resume(desk.root, summary.name)
+    reason = None if is_live else control.explain_no_resume(context.root, summary.name)
     can_stop = is_live and summary.state != "stopping"
     return {
         "stop": gr.update(interactive=can_stop),

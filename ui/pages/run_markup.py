@@ -11,7 +11,7 @@ from ..drawing.markup import Markup, badge, facts, join, link, note, table, tag
 from ..drawing.wording import NONE, show_ago, show_count, show_duration, show_number, show_time
 from ..reading.alerts import Alert
 from ..reading.checkpoints import CheckpointRow
-from ..reading.paces import Progress
+from ..reading.eta import Progress
 from ..reading.places import show_paths
 from ..reading.ranks import RankRow
 from ..reading.samples import Sample

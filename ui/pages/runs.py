@@ -13,7 +13,7 @@ from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
 from lorashard.runtime.gpus import Gpu, list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_count, show_duration, show_number, show_time
 from ..reading.places import show_paths, write_path
@@ -70,7 +70,7 @@ tick();
 """
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     order = gr.Textbox(visible=False, value=json.dumps(_NEWEST_FIRST))
@@ -84,12 +84,12 @@ def build(desk: Desk) -> None:
     inputs = [parts.seen, text, state, order]
 
     def refresh(seen: str, text: str, state: str, order: str) -> dict[Any, Any]:
-        summaries = desk.runs.list()
+        summaries = context.runs.list()
         shown = sort_runs(filter_runs(summaries, text, state), **json.loads(order))
-        waits = {row.name: _read_wait(desk, row.name) for row in shown if row.state == "queued"}
+        waits = {row.name: _read_wait(context, row.name) for row in shown if row.state == "queued"}
         values = {"gpus": draw_gpus(list_gpus())}
         values["runs"] = (
-            draw_runs(shown, waits, json.loads(order)) if summaries else draw_empty(write_path(str(desk.root)))
+            draw_runs(shown, waits, json.loads(order)) if summaries else draw_empty(write_path(str(context.root)))
         )
         return parts.send(seen, values)
 
@@ -105,9 +105,9 @@ def build(desk: Desk) -> None:
     runs.sort(sort, order, order, **quiet).then(**asked)
 
 
-def _read_wait(desk: Desk, name: str) -> str:
+def _read_wait(context: AppContext, name: str) -> str:
     try:
-        return desk.runs.get(name).progress().sentence
+        return context.runs.get(name).progress().sentence
     except ConfigError:  # it has just been deleted
         return ""
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .alert import Alert, Facts
-from .paces import measure_pace, show_duration
+from .eta import measure_pace, show_duration
 from .ranks import RankLog, find_behind, find_named
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
 _FULL_DISK = re.compile(r"No space left|Disk quota exceeded|Read-only file system|disk is full", re.IGNORECASE)
 _MEMORY = re.compile(r"out of memory|OutOfMemory|cannot allocate memory", re.IGNORECASE)

@@ -10,8 +10,8 @@ from typing import Literal
 from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
 
+from .sanitize import mask_secrets, tame
 from .states import LAUNCHER_LOG
-from .taming import mask_secrets, tame
 
 _BLOCK_BYTES = 1 << 16
 _MOST_BYTES = 64 << 20

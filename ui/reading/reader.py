@@ -14,17 +14,17 @@ from lorashard.errors import ConfigError
 from .alert import Alert, Facts
 from .alerts import find_alerts
 from .checkpoints import CheckpointRow, list_rows
-from .launches import find_stopped
+from .eta import Progress, describe_progress, estimate_rest
+from .jsonl_tail import read_json
 from .logs import list_logs, name_log, read_log
 from .metrics import Metrics
-from .paces import Progress, describe_progress, estimate_rest
+from .process_file import find_stopped
 from .ranks import RankLog, RankRow, describe_rank, find_behind, find_named, find_planned_bytes, list_rank_files
 from .said import SaidLines
 from .samples import Sample, Samples
+from .sanitize import hide_secrets, show_safely
 from .states import ASKED_NAME, find_state
 from .summaries import KnownRun, Summary, read_options
-from .tails import read_json
-from .taming import hide_secrets, show_safely
 
 _CHECKPOINTS_S = 5.0  # looking at every file of every checkpoint takes a while
 

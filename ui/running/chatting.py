@@ -22,7 +22,7 @@ from typing import Any, Literal
 from lorashard.errors import ConfigError
 from lorashard.launch.elastic import find_python_flags
 
-from ..reading.taming import show_safely
+from ..reading.sanitize import show_safely
 
 _WATCH_INTERVAL_S = 0.5
 _GRACE_S = 20.0

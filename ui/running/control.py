@@ -26,10 +26,10 @@ from lorashard.runs.lock import find_owner, lock_run
 from lorashard.runs.root import find_run
 from lorashard.training.resume_request import check_wanted
 
-from ..reading.launches import PROCESS_NAME, read_launch
+from ..reading.jsonl_tail import read_json
+from ..reading.process_file import PROCESS_NAME, read_launch
 from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME
 from ..reading.summaries import is_run
-from ..reading.tails import read_json
 from . import detached
 from .jobs import Jobs
 

@@ -24,9 +24,9 @@ import psutil
 
 from lorashard.errors import ConfigError
 
-from ..reading.launches import read_launch
-from ..reading.tails import read_end, read_json
-from ..reading.taming import show_safely
+from ..reading.jsonl_tail import read_end, read_json
+from ..reading.process_file import read_launch
+from ..reading.sanitize import show_safely
 from . import detached
 from .packing import list_adapter_files
 

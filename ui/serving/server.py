@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from lorashard.errors import ConfigError
 from lorashard.runtime.importing import quick_imports
 
-from ..desk import Desk
+from ..app_context import AppContext
 from .accounts import Accounts
 from .guard import Guard
 from .options import UiOptions, is_loopback
@@ -51,8 +51,8 @@ def serve(options: UiOptions) -> int:
         with quick_imports():
             from ..app import build_asgi  # Gradio reads some variables when it is imported
 
-        desk = stack.enter_context(closing(Desk.open(root, folders, options.trust_remote_code)))
-        app, pages = build_asgi(desk, options.max_upload_size)
+        context = stack.enter_context(closing(AppContext.open(root, folders, options.trust_remote_code)))
+        app, pages = build_asgi(context, options.max_upload_size)
         config = uvicorn.Config(
             Guard(app, accounts, pages, port),
             log_level="error",
@@ -60,7 +60,7 @@ def serve(options: UiOptions) -> int:
             server_header=False,
             timeout_graceful_shutdown=1,  # pages hold a connection open as long as they are shown
         )
-        _Server(config, lambda: _welcome(url, root, options), desk.close).run(sockets=[listener])
+        _Server(config, lambda: _welcome(url, root, options), context.close).run(sockets=[listener])
     return 0
 
 

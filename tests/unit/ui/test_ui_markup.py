@@ -8,7 +8,7 @@ from lorashard_ui.drawing.markup import Markup, badge, join, link, note, table, 
 from lorashard_ui.pages import run_markup
 from lorashard_ui.pages.chat import draw_talk
 from lorashard_ui.pages.runs import choose_order, draw_runs, filter_runs, sort_runs
-from lorashard_ui.reading.paces import Progress
+from lorashard_ui.reading.eta import Progress
 from lorashard_ui.reading.samples import Sample
 from lorashard_ui.reading.summaries import Summary, find_quantization
 
