@@ -16,11 +16,11 @@ from lorashard.runs.root import find_run
 
 from ..running.packing import find_adapter_run, has_adapter
 
-# What a merged model's base has, of an adapter that was trained on a quantized one; the first is what merging does.
+# Which base weights an adapter is merged into that was trained on a quantized base; the first is the default.
 AS_TRAINED = "as in training, dequantized"
 MERGED_BASES = {
     AS_TRAINED: [],
-    "the original numbers": ["--quantization", "none"],
+    "the original values": ["--quantization", "none"],
     "as in training, merged and quantized to nf4 again": ["--requantize", "nf4"],
     "as in training, merged and quantized to int8 again": ["--requantize", "int8"],
 }

@@ -1,4 +1,4 @@
-"""The page "Compare": the curves of several runs over each other, their ends, and the options in which they differ."""
+"""The page "Compare": curves of several runs in one chart, their last values, and the options that differ."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build(context: AppContext) -> None:
             missing = [reader.name for reader in readers if metric not in reader.series_names()]
             problems += [f"{name} has no {metric} (yet)." for name in missing]
         else:
-            problems.append("Choose two runs or more: their curves and the options that differ are shown here.")
+            problems.append("Choose two or more runs to see their curves and the options that differ.")
         values["said"] = show_if_any(join(note(problem) for problem in problems))
         return parts.send(seen, values)
 
@@ -92,9 +92,9 @@ def _find_readers(context: AppContext, names: Sequence[str]) -> tuple[list[RunRe
         try:
             readers.append(context.runs.get(name))
         except ConfigError:
-            problems.append(f"There is no run \u201c{name}\u201d: it was deleted, or never was.")
+            problems.append(f"There is no run \u201c{name}\u201d: it was deleted or never existed.")
     if len(names) > _MOST_RUNS:
-        problems.append(f"The first {_MOST_RUNS} runs are shown; more curves could not be told apart.")
+        problems.append(f"Only the first {_MOST_RUNS} runs are shown.")
     return readers, problems
 
 
@@ -110,14 +110,14 @@ def _read_curve(reader: RunReader, metric: str, axis: str, smoothing: float) -> 
         if name not in known or not known[name][0]:
             return None
         at, counts, _ = known[name]
-        # Both were thinned, each in its own way: between two of its points, tokens and time pass evenly.
+        # The two series were thinned differently; interpolate tokens or time between their points.
         xs = np.interp(xs, at, counts)
         xs = (xs - counts[0]) / 60 if axis == "time" else xs
     return Curve(reader.name, xs.tolist(), values, smoothed if smoothing else ())
 
 
 def draw_ends(readers: Sequence[RunReader], metric: str) -> Markup:
-    """Return where each run's metric is, and the lowest and the highest that it was."""
+    """Return each run's last, lowest and highest value of a metric."""
     rows = []
     for reader in readers:
         summary = reader.summary()
@@ -134,7 +134,7 @@ def draw_ends(readers: Sequence[RunReader], metric: str) -> Markup:
 
 
 def draw_differences(readers: Sequence[RunReader]) -> Markup:
-    """Return the options whose values are not the same in all runs."""
+    """Return the options whose values differ between the runs."""
     if len(readers) < 2:
         return note("Choose another run to compare with.")
     rows = [(option, *(_show_value(value) for value in values)) for option, values in differences(readers)]

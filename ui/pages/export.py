@@ -1,4 +1,4 @@
-"""The page "Export": take an adapter along: as a file, merged into its base, checked, on the hub."""
+"""The page "Export": download an adapter, merge it into its base, verify it, upload it to the Hub."""
 
 from __future__ import annotations
 
@@ -48,36 +48,34 @@ def build(context: AppContext) -> None:
                 download = gr.DownloadButton("Download the adapter", variant="primary", interactive=False)
                 download_told = make_html(visible=False)
             with gr.Tab("Merge"):
-                make_html(tag("p", "Writes the adapter into a copy of its base: a model of its own."))
+                make_html(tag("p", "Merges the adapter into a copy of its base, which gives a standalone model."))
                 with gr.Row():
                     out = gr.Textbox(
-                        "", label="Name of the new folder", info=f"in {show_paths(str(context.root))}", min_width=220
+                        "", label="Output folder", info=f"in {show_paths(str(context.root))}", min_width=220
                     )
-                    dtype = gr.Dropdown(_DTYPES, value="auto", label="dtype", info="auto is the base's", min_width=140)
+                    dtype = gr.Dropdown(
+                        _DTYPES, value="auto", label="dtype", info="auto: as in the base", min_width=140
+                    )
                     merge_repo = gr.Textbox(
                         "",
                         label="Upload to (optional)",
                         placeholder="org/name",
-                        info="a repo of the hub",
+                        info="a Hub repo",
                         min_width=220,
                     )
                     merge_private = gr.Checkbox(True, label="Private repo", min_width=120)
                 merged_base = gr.Dropdown(
                     list(exporting.MERGED_BASES),
                     value=exporting.AS_TRAINED,
-                    label="Numbers of the base",
-                    info="The base was quantized in training, and the adapter has learned to work with those numbers",
+                    label="Base weights",
+                    info="The base was quantized during training, and the adapter was trained on its quantized values",
                     visible=False,
                     elem_id="merged-base",
                 )
                 merge = gr.Button("Merge", variant="primary")
                 merge_told = make_html(visible=False)
             with gr.Tab("Verify"):
-                make_html(
-                    tag(
-                        "p", "Compares logits: of the adapter on its base, loaded by PEFT alone, and of a merged model."
-                    )
-                )
+                make_html(tag("p", "Compares logits with those of the adapter on its base, loaded by plain PEFT."))
                 merged = gr.Dropdown([_ADAPTER_ITSELF], value=_ADAPTER_ITSELF, label="What to verify")
                 verify = gr.Button("Verify", variant="primary")
                 verify_told = make_html(visible=False)
@@ -103,7 +101,7 @@ def build(context: AppContext) -> None:
     def arrive(request: gr.Request) -> dict[Any, Any]:
         names, asked_for = find_adapters(context, request)
         if not names or (asked_for and asked_for not in names):
-            text = draw_empty(asked_for, names, "Train one, and take it along from here.", ("export", "Another run"))
+            text = draw_empty(asked_for, names, "Train one, then export it here.", ("export", "Choose another run"))
             return {empty: gr.update(value=text, visible=True)}
         ids = [gpu.index for gpu in list_gpus()]
         return {
@@ -151,7 +149,7 @@ def build(context: AppContext) -> None:
             context.jobs.start(kind, name or "", find_words())
         except ConfigError as error:
             return show_if_any(note(show_paths(str(error)), "error")), gr.skip()
-        return show_if_any(note("Started: see Jobs below.")), None  # the newest job's log is shown
+        return show_if_any(note("Started; see Jobs below.")), None  # the newest job's log is shown
 
     def start_merge(
         name: str | None,
@@ -208,31 +206,29 @@ def build(context: AppContext) -> None:
 def draw_jobs(jobs: Sequence[Job]) -> Markup:
     """Return the jobs in a table, the newest first."""
     if not jobs:
-        return tag(
-            "p", "None yet. A merge, a verification or an upload runs on when this page is closed.", class_="subdued"
-        )
-    headers = ("job", "state", "what it says", "begun", "took")
+        return tag("p", "None yet. Jobs continue when this page is closed.", class_="subdued")
+    headers = ("job", "state", "last output", "started", "duration")
     return table(headers, [_draw_row(job) for job in jobs], "Jobs", num_text=3, class_="cards")
 
 
 def name_job(job: Job) -> str:
-    """Return what tells a job from others."""
+    """Return a label that identifies a job."""
     return f"{job.kind} {job.run_name}, {show_time(job.begin_s)}"
 
 
 def show_end(log: Path) -> str:
-    """Return the end of a job's log, fit to be shown."""
+    """Return the end of a job's log, without secrets and control characters."""
     text = read_end(log, _LOG_BYTES).decode("utf-8", "replace")
     return show_paths("\n".join(show_safely(text).splitlines()[-_LOG_LINES:]))
 
 
 def draw_login(is_logged_in: bool) -> Markup:
-    """Say how to log in where nobody is."""
+    """Return what the tab does, or how to log in first."""
     if is_logged_in:
-        return tag("p", "Uploads the adapter, its tokenizer and its card to the Hugging Face hub.")
+        return tag("p", "Uploads the adapter, its tokenizer and its card to the Hugging Face Hub.")
     return note(
-        "Nobody is logged in to the Hugging Face hub on this machine: run `hf auth login` in a terminal. Tokens are "
-        "not taken in the browser.",
+        "Nobody is logged in to the Hugging Face Hub on this machine: run `hf auth login` in a terminal. Tokens cannot "
+        "be entered in the browser.",
         "warning",
     )
 

@@ -1,7 +1,7 @@
-"""What happens on the page "New run": each change reads the whole form anew, and all else follows from that.
+"""The events of the page "New run": each change reads the whole form again, and everything else follows from it.
 
-A change is answered in milliseconds; the plan, the model's size and the rows that follow from it come after, each by an
-event of its own which takes the newest question there is when it is free.
+A change is handled in milliseconds. The plan, the model's size and the preview follow, each by an event of its own that
+takes the newest request once it is free.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _OPEN_RUN = (
     "(name) => { if (name) setTimeout(() => { window.location.href = 'run?name=' + encodeURIComponent(name); }, 300); }"
 )
 
-PLAN_WAITS = "The plan comes as soon as a model is given and nothing is wrong."
-PREVIEW_WAITS = "Rows are shown here as soon as a model and a dataset are given and nothing is wrong."
+PLAN_WAITS = "The plan appears once a model is chosen and all options are valid."
+PREVIEW_WAITS = "The first examples appear once a model and a dataset are chosen and all options are valid."
 
 Components = dict[str, gr.components.Component]
 
@@ -126,7 +126,7 @@ def bind(context: AppContext, parts: Parts) -> None:
     refreshing: dict[str, Any] = {
         "fn": refresh, "inputs": [shown, *inputs], "outputs": outputs, "trigger_mode": "always_last", **_HIDDEN,
     }  # fmt: skip
-    # Not `input`, which Gradio's text fields send for keys that type, and not for Backspace or what is pasted.
+    # Not `input`: Gradio's text fields do not send it for Backspace or pasted text.
     gr.on([field.change for field in inputs], **refreshing)
 
     stale = gr.update(elem_classes=[*CLASSES, "stale"])
@@ -135,7 +135,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         if question is None:
             yield [markup.note(PLAN_WAITS), stale, gr.skip()]
             return
-        yield [markup.note("Planning for what you have just entered \u2026"), stale, gr.skip()]
+        yield [markup.note("Planning \u2026"), stale, gr.skip()]
         try:
             found = context.worker.plan(question)
         except ConfigError as error:
@@ -144,7 +144,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         kind = "info" if found["chosen"] is not None else "error"
         notes = markup.join(markup.tag("li", show_paths(note)) for note in found["notes"])
         size = found["model"].rpartition(": ")[2]  # its name stands in the form
-        about = markup.tag("p", f"{size}; {found['cluster']}. Every rank takes the same.", class_="subdued")
+        about = markup.tag("p", f"{size}; {found['cluster']}. The same on every rank.", class_="subdued")
         yield [
             markup.note(show_paths(found["reason"]), kind),
             gr.update(value=plan_chart(found).to_json(), visible=True, elem_classes=list(CLASSES)),
@@ -171,11 +171,13 @@ def bind(context: AppContext, parts: Parts) -> None:
         method, words = question
         if method != "sft":
             yield [
-                markup.note(f"TRL tokenizes the rows of {method} itself: the check below reads and counts them all."),
+                markup.note(
+                    f"No preview for {method}: TRL tokenizes its examples itself. The check above reads them all."
+                ),
                 gr.update(visible=False),
             ]
             return
-        yield [markup.note("Reading the first rows \u2026"), gr.skip()]
+        yield [markup.note("Reading the first examples \u2026"), gr.skip()]
         try:
             rows = context.worker.preview(words, _PREVIEW_ROWS)
         except ConfigError as error:
@@ -199,7 +201,7 @@ def bind(context: AppContext, parts: Parts) -> None:
             for line in context.worker.validate(form.to_words(context.root)):
                 lines.append(f"\u2713 {show_paths(line)}")
                 yield gr.update(value="\n".join([*lines, text]), visible=True)
-            lines.append("\u2713 Nothing is wrong.")
+            lines.append("\u2713 All checks passed.")
         except ConfigError as error:
             lines.append(f"\u2715 {show_paths(str(error))}")
         yield gr.update(value="\n".join(lines), visible=True)
@@ -234,7 +236,7 @@ def bind(context: AppContext, parts: Parts) -> None:
     def load(path: str) -> list[Any]:
         file = Path(path)
         try:
-            return fill(read_yaml_file(file), f"The options are those of {file.name}.")
+            return fill(read_yaml_file(file), f"Options loaded from {file.name}.")
         except ConfigError as error:
             return refuse(error)
 
@@ -242,7 +244,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         if not name:
             return [gr.skip()] * (1 + len(names))
         try:
-            return fill(clone_run(context.root, name), f"The options are those of the run {name}.")
+            return fill(clone_run(context.root, name), f"Options copied from the run {name}.")
         except ConfigError as error:
             return refuse(error)
 
@@ -255,7 +257,7 @@ def bind(context: AppContext, parts: Parts) -> None:
             kept = keep_upload(Path(path or ""), context.root)
         except ConfigError as error:
             return [markup.note(str(error), "error"), gr.skip()]
-        return [markup.note(f"{kept.name} is kept with the runs."), gr.update(value=write_path(str(kept)))]
+        return [markup.note(f"{kept.name} is stored with the runs."), gr.update(value=write_path(str(kept)))]
 
     dataset = parts.fields["dataset"]
     parts.upload.upload(keep, parts.upload, [parts.loaded, dataset], trigger_mode="always_last", **_HIDDEN)

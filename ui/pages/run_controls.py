@@ -1,4 +1,4 @@
-"""The buttons of the page "Run", and the answers to them."""
+"""The buttons of the page "Run", and the replies to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .refreshing import make_html, show_if_any
 
 
 class Controls:
-    """The buttons, the two questions that some of them ask first, and where the answer stands.
+    """The buttons, the confirmations that two of them ask for, and the place of the reply.
 
     Attributes:
         pressed: what was pressed last, as `run_markup.draw_answer` takes it.
@@ -38,18 +38,18 @@ class Controls:
             self._ask_stop_now = gr.Button("Stop now", size="sm", min_width=120)
             self._ask_delete = gr.Button("Delete", size="sm", min_width=120)
         with gr.Group(visible=False) as self._stop_now_question:
-            gr.Markdown("Stop now? What was trained since the last checkpoint is lost.", padding=True)
+            gr.Markdown("Stop now? Training since the last checkpoint is lost.", padding=True)
             with gr.Row():
-                self._stop_now = gr.Button("Stop now, do not save", variant="stop", size="sm")
-                self._keep_going = gr.Button("Let it go on", size="sm")
+                self._stop_now = gr.Button("Stop without saving", variant="stop", size="sm")
+                self._keep_going = gr.Button("Keep running", size="sm")
         with gr.Group(visible=False) as self._delete_question:
             self._typed = gr.Textbox(
-                label="To delete the run for good, type its name",
+                label="To delete the run permanently, type its name",
                 info="Its adapter, checkpoints, logs and metrics are deleted.",
             )
             with gr.Row():
-                self._delete = gr.Button("Delete for good", variant="stop", size="sm")
-                self._keep = gr.Button("Keep it", size="sm")
+                self._delete = gr.Button("Delete permanently", variant="stop", size="sm")
+                self._keep = gr.Button("Keep the run", size="sm")
         answer = make_html()
         reason = make_html()
         links = make_html()

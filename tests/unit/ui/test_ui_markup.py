@@ -95,7 +95,7 @@ def test_filter_takes_all_words_in_any_case():
     [
         ('{"word": "stop"}', make_summary(step=41), "this step"),
         ('{"word": "stop"}', make_summary(state="stopped", step=42), "Ended at step 42"),
-        ('{"word": "save", "saved": 40}', make_summary(step=42), "training goes on"),
+        ('{"word": "save", "saved": 40}', make_summary(step=42), "training continues"),
         ('{"word": "save", "saved": 40}', make_summary(state="done"), "ended before"),
         ('{"word": "stop", "error": "it is gone"}', make_summary(), "it is gone"),
         ("", make_summary(), ""),
