@@ -113,12 +113,12 @@ def run_with_restarts(
                 break
             restarts += 1
             count = f"{restarts} of {config.max_restarts}"
-            failure.tell(f": starting the ranks again ({count})")
-            status.record_restart(f"{count}: {failure.message.removeprefix('error: ')}")
+            failure.report(f": starting the ranks again ({count})")
+            status.record_restart(failure, restarts, config.max_restarts)
     is_used_up = failure.is_crash and 0 < restarts == config.max_restarts
-    failure.tell(f"; all restarts are used up ({restarts})" if is_used_up else "")
+    failure.report(f"; all restarts are used up ({restarts})" if is_used_up else "")
     status.hear_ranks()
-    status.end("stopped" if failure.is_stop else "failed", failure.message)
+    status.end("stopped" if failure.is_stop else "failed", failure)
     return failure.exit_code
 
 
@@ -173,7 +173,7 @@ def run_command(
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
     if failure is not None:
-        failure.tell()
+        failure.report()
     if result_file.is_file():
         print(result_file.read_text(encoding="utf-8"), end="", flush=True)
     if failure is None or failure.is_stop:  # nobody needs the logs

@@ -109,12 +109,15 @@ def _fills_steps(config: RunConfig, arguments: TrainingArguments) -> bool:
     return config.global_batch_size is not None and arguments.train_sampling_strategy == "random"
 
 
-def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], None]) -> Path | None:
+def choose_checkpoint(
+    config: RunConfig, is_writer: bool, emit: Callable[..., None], log: Callable[[str], None]
+) -> Path | None:
     """Return the checkpoint to go on from, whole on every node, or None to start afresh.
 
     Args:
         is_writer: whether this rank is the one of its node that reads all of the files.
-        tell: shows why newer checkpoints are skipped.
+        emit: records why newer checkpoints are skipped, on one rank.
+        log: prints a line, on one rank.
 
     Raises:
         ConfigError: there is no complete one, and the run was not told to start afresh then.
@@ -131,7 +134,7 @@ def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], 
         checkpoint = Path(wanted)
         problem = _find_problem(checkpoint, is_writer)
         if problem is not None and not (checkpoint / MANIFEST_NAME).exists():
-            tell(f"{checkpoint} {_NO_MANIFEST}")
+            log(f"{checkpoint} {_NO_MANIFEST}")
         elif problem is not None:
             raise CheckpointError(problem)
         return checkpoint
@@ -141,7 +144,7 @@ def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], 
         problem = _find_problem(run / f"checkpoint-{step}", is_writer)
         if problem is None:
             return run / f"checkpoint-{step}"
-        tell(f"checkpoint-{step} is skipped: {problem}")
+        emit("checkpoint_skipped", step=step, checkpoint=f"checkpoint-{step}", problem=problem)
     check_afresh(config)
     return None
 
@@ -167,12 +170,12 @@ def read_saved_dtype(checkpoint: Path) -> str | None:
 
 
 def check_resume(
-    config: RunConfig, arguments: TrainingArguments, checkpoint: Path, facts: Facts, tell: Callable[[str], None]
+    config: RunConfig, arguments: TrainingArguments, checkpoint: Path, facts: Facts, log: Callable[[str], None]
 ) -> int | None:
     """Return how many ranks wrote a checkpoint, None where it does not say.
 
     Args:
-        tell: shows what is not as it was, where the person has asked for that.
+        log: shows what is not as it was, where the person has asked for that.
 
     Raises:
         ConfigError: the steps that follow would not be those of the run that wrote it.
@@ -197,14 +200,12 @@ def check_resume(
         if saved.schedule.get(key, value) != value
     ]
     if changed:
-        tell(
+        log(
             f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the "
             "number of steps alone counts from here on, and the learning rate bends there"
         )
     if saved.dtype is not None and saved.dtype != facts.dtype:
-        tell(
-            f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have"
-        )
+        log(f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have")
     if arguments.ignore_data_skip:
         return saved.world_size
     if (saved.data_sha256, saved.num_rows) != (facts.data_sha256, facts.num_rows):
@@ -226,7 +227,7 @@ def check_resume(
             "the accumulation"
         )
     if saved.rows_per_epoch != facts.rows_per_epoch:
-        _check_epoch_ends(config, arguments, manifest, saved, facts, tell)
+        _check_epoch_ends(config, arguments, manifest, saved, facts, log)
     return saved.world_size
 
 
@@ -236,7 +237,7 @@ def _check_epoch_ends(
     manifest: Manifest,
     saved: Facts,
     facts: Facts,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Refuse to go on where the last step of an epoch that is to come would have other rows, unless that was asked."""
     if saved.rows_per_epoch is None or facts.rows_per_epoch is None:
@@ -250,7 +251,7 @@ def _check_epoch_ends(
     if saved_steps == num_steps and max_steps // num_steps == manifest.step // num_steps:
         return  # no epoch ends any more
     if saved_steps == num_steps and _fills_steps(config, arguments):
-        tell(
+        log(
             f"global_batch_size fills the last step of each epoch from here on: {facts.rows_per_epoch} rows an epoch, "
             f"{saved.rows_per_epoch} before {name}"
         )

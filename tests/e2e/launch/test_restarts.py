@@ -44,7 +44,7 @@ if word in found:
     record_failure(*found[word], is_plain=True)
     sys.exit(found[word][1])
 if word == "hang" and restarts == 0 and rank == "1":
-    record_failure(TrainingError("rank 0 gives no sign of life"), 1, is_plain=True, is_hang=True)
+    record_failure(TrainingError("rank 0 gives no sign of life"), 1, is_plain=True, silent_rank=1)
     sys.exit(1)
 if word == "raise" and rank == "1":
     raise ValueError("boom")

@@ -62,7 +62,7 @@ def launch_ranks(command: list[str], folder: Path) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
     failure = run_ranks(command, 2, folder, grace_s=1, signals=signals)
     if failure:
-        failure.tell()
+        failure.report()
     return failure.exit_code if failure else 0
 
 

@@ -107,16 +107,19 @@ def test_the_newest_complete_checkpoint_is_chosen_and_the_others_are_named(tmp_p
     state = tmp_path / "checkpoint-10" / "trainer_state.json"
     state.write_text(state.read_text().replace("10", "11"))
     for wanted in ("auto", True):
-        said: list[str] = []
-        chosen = choose_checkpoint(make_config(tmp_path, resume_from_checkpoint=wanted), True, said.append)
+        skipped: list[dict] = []
+        config = make_config(tmp_path, resume_from_checkpoint=wanted)
+        emit = lambda _, skipped=skipped, **fields: skipped.append(fields)  # noqa: E731
+        chosen = choose_checkpoint(config, True, emit, pytest.fail)
         assert chosen == tmp_path / "checkpoint-9"
-        assert [line.split(" is skipped: ")[0] for line in said] == [f"checkpoint-{step}" for step in (14, 12, 10)]
+        assert [fields["checkpoint"] for fields in skipped] == [f"checkpoint-{step}" for step in (14, 12, 10)]
+        said = [fields["problem"] for fields in skipped]
         assert "no manifest" in said[0] and "adapter alone" in said[1] and f"{state} is damaged" in said[2]
     for step, message in [(10, f"{state} is damaged"), (12, "adapter alone")]:
         by_path = make_config(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         with pytest.raises(CheckpointError, match=message):
-            choose_checkpoint(by_path, True, pytest.fail)
-    assert choose_checkpoint(make_config(tmp_path), True, pytest.fail) is None
+            choose_checkpoint(by_path, True, pytest.fail, pytest.fail)
+    assert choose_checkpoint(make_config(tmp_path), True, pytest.fail, pytest.fail) is None
 
 
 def test_a_bare_trainer_s_checkpoint_is_taken_by_name_alone(tmp_path):
@@ -124,10 +127,12 @@ def test_a_bare_trainer_s_checkpoint_is_taken_by_name_alone(tmp_path):
     (save(tmp_path, 4) / "manifest.json").unlink()
     said: list[str] = []
     config = make_config(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    checkpoint = choose_checkpoint(config, True, said.append)
+    checkpoint = choose_checkpoint(config, True, pytest.fail, said.append)
     assert checkpoint == tmp_path / "checkpoint-4" and len(said) == 1 and "has no manifest" in said[0]
     assert check_resume(config, make_arguments(), checkpoint, SAVED, pytest.fail) is None
-    assert choose_checkpoint(make_config(tmp_path, resume_from_checkpoint="auto"), True, said.append) is None
+    auto = make_config(tmp_path, resume_from_checkpoint="auto")
+    assert choose_checkpoint(auto, True, lambda kind, **fields: said.append(kind), said.append) is None
+    assert said[1:] == ["checkpoint_skipped"]
 
 
 def test_to_start_afresh_never_costs_a_finished_adapter(tmp_path):
@@ -144,7 +149,7 @@ def test_to_start_afresh_never_costs_a_finished_adapter(tmp_path):
     for config, message in [(auto, "a finished adapter"), (true, "found none")]:
         check_wanted(config)
         with pytest.raises(ConfigError, match=message):
-            choose_checkpoint(config, True, lambda line: None)
+            choose_checkpoint(config, True, lambda kind, **fields: None, pytest.fail)
 
 
 def test_a_checkpoint_may_have_any_name_and_must_be_one(tmp_path):
