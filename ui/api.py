@@ -125,7 +125,7 @@ def _make_checking(context: AppContext) -> list[Callable[..., Any]]:
     def preview(options: dict, num_rows: int = 3) -> list[dict]:
         """Give the first rows as the model will see them, with the tokens that it learns marked."""
         if not 1 <= num_rows <= _MOST_PREVIEW_ROWS:
-            raise ConfigError(f"num_rows: expected a number from 1 to {_MOST_PREVIEW_ROWS}, found {num_rows}")
+            raise ConfigError(option="num_rows", expected=f"a number from 1 to {_MOST_PREVIEW_ROWS}", found=num_rows)
         return context.worker.preview(_read_options(context, options).to_words(), num_rows)
 
     return [plan, validate, preview]
@@ -206,7 +206,7 @@ def _make_jobs(context: AppContext) -> list[Callable[..., Any]]:
 
 def _read_device(cpu: int) -> list[str]:
     if cpu < 0:
-        raise ConfigError(f"cpu: expected a number of ranks, or 0 for the GPUs; found {cpu}")
+        raise ConfigError(option="cpu", expected="a number of ranks, or 0 for the GPUs", found=cpu)
     return ["--cpu", str(cpu)] if cpu else []
 
 
@@ -220,7 +220,7 @@ def _read_options(
     needed: Sequence[str] = ("model_name_or_path", "dataset"),
     name: str = "",
 ) -> Form:
-    """Return what the page for a new run would make of these options.
+    """Return the form that the page for a new run would have with these options.
 
     Raises:
         ConfigError: the first that is wrong or missing.
@@ -230,10 +230,10 @@ def _read_options(
         {"method": str(options.get("method", "")), NAME: name, MORE: write_yaml(more)}, context.root, context.allowed
     )
     for problem in form.problems.values():
-        raise ConfigError(problem)
+        raise problem
     for option in needed:
         if option in form.missing:
-            raise ConfigError(f"no {option}: give it in the options")
+            raise ConfigError("missing", option=option, fix="add it to the options")
     return form
 
 
@@ -242,7 +242,7 @@ def _read_rank(text: str) -> Any:
 
 
 def _answer_plainly(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an endpoint that answers mistakes in one line, those of types too, at which Gradio does not look."""
+    """Return an endpoint that checks its arguments' types, which Gradio does not, and reports errors in one line."""
     parameters = list(inspect.signature(endpoint).parameters.values())
 
     @functools.wraps(endpoint)
@@ -264,4 +264,4 @@ def _check_type(parameter: inspect.Parameter, value: Any) -> None:
     if is_right and kind is list:
         is_right = all(isinstance(element, str) for element in value)
     if not is_right:
-        raise ConfigError(f"{parameter.name}: expected {named}, found {value!r:.80}")
+        raise ConfigError(option=parameter.name, expected=named, found=f"{value!r:.80}")

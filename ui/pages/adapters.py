@@ -54,5 +54,5 @@ def find_device_words(gpus: Sequence[int], ranks: float | None) -> list[str]:
     if gpus:
         return ["--gpus", ",".join(str(index) for index in sorted(gpus)) + ("," if len(gpus) == 1 else "")]
     if ranks is None:
-        raise ConfigError("cpu: expected a number of ranks, found nothing")
+        raise ConfigError(option="cpu", expected="a number of ranks", found="nothing")
     return ["--cpu", str(int(ranks))]

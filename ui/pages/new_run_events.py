@@ -103,7 +103,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         form = read(values)
         texts = dict(zip(names, map(to_text, values), strict=True))
         method = form.method
-        now = {"method": method.name, "problems": form.problems}
+        now = {"method": method.name, "problems": {name: str(error) for name, error in form.problems.items()}}
         updates = update_fields(parts.fields, before, now, texts)
         updates[NAME] = merge(updates[NAME], placeholder=form.name)
         finds = (

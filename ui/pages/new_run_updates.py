@@ -93,7 +93,7 @@ def ask_model(form: Form) -> str | None:
 def summarize(form: Form) -> str:
     """Return a list of all problems, or what is still missing."""
     if form.problems:
-        lines = [markup.tag("li", problem) for problem in form.problems.values()]
+        lines = [markup.tag("li", str(problem)) for problem in form.problems.values()]
         return markup.tag("div", "\u2715 Fix these first:", markup.tag("ul", *lines), class_="note note-error")
     if form.missing:
         return markup.note(f"Still missing: {' and '.join(_NAMES[name] for name in form.missing)}.", "warning")
@@ -103,7 +103,7 @@ def summarize(form: Form) -> str:
 def explain_first(form: Form) -> str | None:
     """Return why a run cannot start, or None."""
     if form.problems:
-        return next(iter(form.problems.values()))
+        return str(next(iter(form.problems.values())))
     return f"{form.missing[0]} is required" if form.missing else None
 
 

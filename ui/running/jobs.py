@@ -137,7 +137,7 @@ class Jobs:
         process = read_launch(folder / _PROCESS_NAME, folder / _EXIT_NAME).process
         if job.state != "running" or process is None:
             state = "ending" if job.state == "running" else job.state
-            raise ConfigError(f"the {job.kind} of {job.run_name} does not run any more: it is {state}")
+            raise ConfigError(f"the {job.kind} of {job.run_name} is no longer running", found=state)
         (folder / _CANCELLED_NAME).touch()
         group = _find_group(process)
         _signal(process, group, signal.SIGINT)

@@ -133,13 +133,15 @@ def _make_root(root: Path) -> Path:
         with tempfile.TemporaryFile(dir=root):
             return root.resolve()
     except OSError as error:
-        raise ConfigError(f"root: {root} cannot be written ({error.strerror}); give another folder") from error
+        raise ConfigError(
+            f"{root} cannot be written ({error.strerror})", option="root", fix="use another folder"
+        ) from error
 
 
 def _find_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"allow: expected a folder, and {name} is none")
+        raise ConfigError(option="allow", expected="a folder", found=name)
     return folder.resolve()
 
 
@@ -149,7 +151,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host: {host} is no address of this machine ({error.strerror})") from error
+        raise ConfigError(f"{host} is not an address of this machine ({error.strerror})", option="host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -157,6 +159,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"port: {host}:{port} cannot be listened on ({error.strerror}); give another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port} ({error.strerror})",
+            option="port",
+            fix="use another port, or 0 for a free one",
         ) from error
     return listener
