@@ -122,7 +122,7 @@ def test_a_mistake_is_told_at_its_field_and_nothing_starts(form, ui_server):
     before = sorted(ui_server.root.iterdir())
     fill_demo(page)
     for field, right, wrong, said in (
-        (page.locator("#option-lora_r"), "", "0", "lora_r: "),
+        (page.locator("#option-lora_r"), "", "x", "lora_r: "),
         (page.locator("#option-dataset"), ROWS, "../rows.jsonl", "--allow"),
         (page.locator("#run-name"), "", "../up", "name of a"),
     ):

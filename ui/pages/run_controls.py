@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from lorashard.errors import ConfigError
+from lorashard.errors import UserError
 
 from ..app_context import AppContext
 from ..reading.runs import RunReader
@@ -74,7 +74,7 @@ class Controls:
                     reader = self._context.runs.get(name)
                     said["saved"] = max((point.step for point in reader.checkpoints()), default=-1)
                     act(name)
-                except ConfigError as error:
+                except UserError as error:
                     said["error"] = str(error)
                 return json.dumps(said)
 
