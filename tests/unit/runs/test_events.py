@@ -17,14 +17,11 @@ def find_emitted() -> Iterator[tuple[str, set[str] | None]]:
     """Find the kind of each `emit("kind", ...)` of the sources, and its fields, None where they are handed on."""
     for path in (REPOSITORY / "lorashard").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "attr", "") in ("emit", "_emit")
-                or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "emit")
-            ):
-                if node.args and isinstance(node.args[0], ast.Constant):
-                    names = {keyword.arg for keyword in node.keywords}
-                    yield str(node.args[0].value), None if None in names else {str(name) for name in names} - {"step"}
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+                continue
+            if (getattr(node.func, "attr", "") or getattr(node.func, "id", "")).lstrip("_") == "emit":
+                names = {keyword.arg for keyword in node.keywords}
+                yield str(node.args[0].value), None if None in names else {str(name) for name in names} - {"step"}
 
 
 def test_every_kind_is_documented_with_its_fields():
