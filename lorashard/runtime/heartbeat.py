@@ -163,8 +163,8 @@ class Heartbeat:
 class Silences:
     """How long each other rank has been silent, counted in time in which this process ran itself.
 
-    Where all ranks are stopped and continue later (a suspended job, Ctrl-Z, a laptop that sleeps), the first to continue
-    must not blame the others.
+    Where all ranks are stopped and continue later (a suspended job, Ctrl-Z, a laptop that sleeps), the first one must
+    not blame the others.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
