@@ -98,10 +98,11 @@ class Slot(Generic[OwnerT]):
         if self.is_held():
             raise ShardError(
                 "something still holds a weight although its computation has ended, and would read other weights there "
-                "next. A custom autograd Function that keeps a weight on `ctx` instead of ctx.save_for_backward, "
-                "retain_graph=True under activation checkpointing, or a hook that stores weights does this",
+                "next. A custom autograd Function that keeps a weight on `ctx`, retain_graph=True under activation "
+                "checkpointing, or a hook that stores weights does this",
                 where=f"unit '{self.owner and self.owner.name}'",
-                fix="load with placement='replicate' if it cannot be changed",
+                fix="keep weights with ctx.save_for_backward; load with placement='replicate' if the code cannot be "
+                "changed",
             )
 
     def replace_if_held(self) -> None:

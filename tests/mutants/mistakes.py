@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
         "[check, self._group.num_gathers, self._hash],",
         "[check, self._group.num_gathers, 0],",
         "ranks that gathered other units continue",
-        ("tests/unit/engine/test_passes.py", "-k", "told_apart"),
+        ("tests/unit/engine/test_passes.py", "-k", "distinguished"),
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",

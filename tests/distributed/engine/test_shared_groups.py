@@ -81,7 +81,7 @@ def let_go_one_after_another(rank: int) -> list[int]:
 
 def test_groups_end_on_each_rank_with_its_last_model():
     """Catches groups that are never given back, that end under a rank that uses them, that stay for the sake of another
-    rank, or that are taken for whole where a rank has ended its part."""
+    rank, or that are taken for complete where a rank has ended its part."""
     for rank, (before, both, one_gone, made_again, none) in enumerate(run_ranks(let_go_one_after_another, 4)):
         assert before == none < one_gone <= both == made_again
         assert (one_gone < both) == (rank == 0)
