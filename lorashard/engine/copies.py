@@ -64,7 +64,11 @@ class HostCopies:
             ) from error
 
     def allocate(self, owner: object, num_bytes: int) -> torch.Tensor:
-        """Return host memory as `allocate_host` does, unpinned again when `owner` goes; warn once if it is pageable."""
+        """Return host memory as `allocate_host` does, unpinned again when `owner` goes; warn once if it is pageable.
+
+        Ranks: local.
+        Memory: `num_bytes` on the host, until nobody has the tensor.
+        """
         self.prepare()
         tensor, refusal = allocate_host(num_bytes, self._device)
         if refusal is not None and not self._has_warned:
@@ -75,7 +79,11 @@ class HostCopies:
         return tensor
 
     def start(self, pairs: Pairs) -> Work:
-        """Start copying each (target, source) of uint8, behind what the current stream was given so far."""
+        """Start copying each (target, source) of uint8, behind what the current stream was given so far.
+
+        Ranks: local.
+        Memory: none beside the ring.
+        """
         if self._queues is None:
             for target, source in pairs:
                 target.copy_(source)
