@@ -14,7 +14,10 @@ from .queues import Event, on_device
 
 
 class SlotUser(Protocol):
-    """What takes slots: a unit, or the plan of one."""
+    """What takes a slot: a unit."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def size_class(self) -> str: ...
@@ -23,14 +26,7 @@ class SlotUser(Protocol):
     def layout(self) -> Layout: ...
 
 
-class Named(Protocol):
-    """What holds a slot."""
-
-    @property
-    def name(self) -> str: ...
-
-
-OwnerT = TypeVar("OwnerT", bound=Named)
+OwnerT = TypeVar("OwnerT", bound=SlotUser)
 
 
 def own_version(view: torch.Tensor) -> torch.Tensor:

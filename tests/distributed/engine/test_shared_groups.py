@@ -17,6 +17,7 @@ from peft import PeftModel
 import lorashard
 from lorashard.errors import ShardError
 from lorashard.runtime.dist import HostGroup, ShardGroup
+from lorashard.runtime.rank_store import RankStore
 
 
 def count_threads() -> int:
@@ -99,6 +100,13 @@ def meet_and_leave(rank: int) -> None:
 def test_who_leaves_first_cuts_nobody_off():
     """Catches an end that comes before the others have what this rank has sent, or before they are connected to it."""
     run_ranks(meet_and_leave, 3)
+
+
+def test_a_rank_that_does_not_come_to_share_groups_is_named():
+    """Catches a load on one rank alone that hangs for ever, in silence."""
+    with pytest.raises(ShardError) as caught:
+        RankStore(dist.HashStore(), 0, 2, "groups").exchange("", timeout_s=0.05)
+    assert "[1]" in caught.value.found
 
 
 def fork_a_worker(rank: int) -> bool:
