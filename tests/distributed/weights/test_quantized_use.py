@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
-from helpers.merging import disturb
-from helpers.tiny import build_base, find_differences
+from helpers.tiny import build_base, disturb, find_differences
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
