@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine import Placeholder
-from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton
+from ..model.skeleton import UNUSED_HEADS, build_skeleton, plan_weights
 from ..weights.fingerprint import ADAPTER_NAME
 from ..weights.model_config import read_model_config
 from ..weights.safetensors_files import Checkpoint, StoredTensor
@@ -42,14 +42,7 @@ def plan_base(
 ) -> tuple[PreTrainedModel, BaseWeights]:
     task_type = TaskType(config.task_type) if config.task_type else None
     skeleton = build_skeleton(str(folder), folder, task_type, dtype, trust_remote_code, None, num_labels)
-    weights = BaseWeights.plan(
-        skeleton,
-        checkpoint,
-        dtype,
-        allow_missing=NEW_HEADS.get(task_type, ()),
-        allow_unexpected=UNUSED_HEADS.get(task_type, ()),
-    )
-    return skeleton, weights
+    return skeleton, plan_weights(skeleton, checkpoint, task_type, dtype)
 
 
 def find_dropped_keys(config: PeftConfig) -> Sequence[str]:

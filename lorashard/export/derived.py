@@ -26,8 +26,8 @@ from ..config.initialization import explain_rewriting, without_rewriting
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..model.adapters import check_coverage, inject
-from ..model.loading import put_placeholders
 from ..model.refusals import check_config, check_frozen
+from ..model.skeleton import put_placeholders
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import describe_fault, show_bytes, sync

@@ -17,8 +17,8 @@ from ..engine import Layout
 from ..errors import CheckpointError
 from ..model.adapters import base_test, inject
 from ..model.embeddings import put_saved_embeddings
-from ..model.loading import build_skeleton
 from ..model.quantizing import quantize_structure
+from ..model.skeleton import build_skeleton
 from ..model.sources import plan_unit
 from ..model.units import EMBEDDING, HEAD, LAYER, FoundUnit, find_structure
 from ..weights.model_folder import read_config_json

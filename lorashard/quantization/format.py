@@ -8,15 +8,32 @@ from typing import Protocol
 import torch
 
 from ..config.quantization_options import Quantization
-from ..engine import Packing
+from ..engine import Part
 
 
-class Quantizer(Packing, Protocol):
+class Quantizer(Protocol):
     """A format to which weights can be quantized.
 
     The values that share a scale, a block, are consecutive in a weight's row-major order. So any range of complete
     blocks can be quantized by itself, and its bytes are in the same order.
+
+    Attributes:
+        name: as the option calls it.
     """
+
+    name: str
+
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        """Return the tensors that keep a weight of `shape`: first the quantized values, then what scales them."""
+        ...
+
+    def unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the values to `out`, a contiguous tensor of the weight's shape in the dtype of the computation."""
+        ...
+
+    def select(self, parts: Sequence[torch.Tensor], shape: Sequence[int], index: int) -> list[torch.Tensor] | None:
+        """Return the parts of `weight[index]`, views of these; None where its blocks are not its own."""
+        ...
 
     def block_numel(self, shape: Sequence[int]) -> int:
         """Return how many values share a scale; the last block of a weight may have fewer."""

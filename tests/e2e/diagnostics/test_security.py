@@ -133,7 +133,7 @@ def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
     assert result.returncode == 0 and not mark.exists(), result.stdout + result.stderr
     torch.save(Malicious(mark), checkpoint / "optimizer.pt")
     line = refuse(task, "finetune", *make_options(task, "malicious", **options))
-    assert f"{checkpoint / 'optimizer.pt'} is not loaded" in line and "weights_only" not in line
+    assert str(checkpoint / "optimizer.pt") in line and "not loaded" in line and "weights_only" not in line
     assert not mark.exists()
 
 

@@ -140,7 +140,7 @@ def test_a_hostile_header_is_an_error_and_no_crash(model, header):
         ({"hidden_size": 48}, "another shape"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2"),
         ({"num_attention_heads": 0}, "config.json: describes no model"),
-        ({"hidden_act": "nonsense"}, "config.json describes a model"),
+        ({"hidden_act": "nonsense"}, "a model that cannot be built"),
         ({"dtype": "nonsense"}, "config.json: describes no model"),
     ],
 )
@@ -199,7 +199,10 @@ ADAPTER_DAMAGES = {
     ),
     "config cut": (lambda f: _cut(f / "adapter_config.json"), "adapter_config.json: damaged"),
     "config a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "adapter_config.json: damaged"),
-    "kind": (lambda f: change(f / "adapter_config.json", peft_type="NONSENSE"), "adapter_config.json cannot be read"),
+    "kind": (
+        lambda f: change(f / "adapter_config.json", peft_type="NONSENSE"),
+        "adapter_config.json: it cannot be read",
+    ),
     "base a number": (
         lambda f: change(f / "adapter_config.json", base_model_name_or_path=4),
         "base_model_name_or_path cannot be 4",
@@ -293,7 +296,7 @@ def test_a_checkpoint_with_a_pickle_that_runs_code_is_refused(adapter, tmp_path,
     check_checkpoint(write_checkpoint(adapter))
     save(Malicious(tmp_path / "mark"), adapter / name)
     message = read_error(check_checkpoint, adapter, kind=CheckpointError)
-    assert f"{adapter / name} is not loaded" in message and "weights_only" not in message
+    assert str(adapter / name) in message and "not loaded" in message and "weights_only" not in message
     assert not (tmp_path / "mark").exists()
 
 
@@ -321,7 +324,7 @@ def test_a_damaged_checkpoint_is_told_by_file(adapter):
     assert "optimizer.pt" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     write_checkpoint(adapter)
     (adapter / "pytorch_model.bin").write_bytes(b"")
-    assert "holds pytorch_model.bin" in read_error(check_checkpoint, adapter, kind=CheckpointError)
+    assert "pytorch_model.bin" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     (adapter / "pytorch_model.bin").unlink()
     (adapter / "ref").mkdir()
     (adapter / "ref" / "adapter_model.bin").write_bytes(b"")

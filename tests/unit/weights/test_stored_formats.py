@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from lorashard.config.quantization_options import Quantization
 from lorashard.errors import CheckpointError, ConfigError
-from lorashard.model.loading import build_skeleton
+from lorashard.model.skeleton import build_skeleton
 from lorashard.quantization.nf4 import Nf4
 from lorashard.weights.quantized_parts import find_quantized_parts
 from lorashard.weights.safetensors_files import Checkpoint

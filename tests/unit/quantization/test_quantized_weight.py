@@ -1,4 +1,4 @@
-"""A quantized weight in a module: every operation reads its values, none keeps the memory of the workspace."""
+"""A quantized weight in a module: every operation sees its numbers, none keeps the memory that they are unpacked to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.nn import functional
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lorashard.engine import Part
-from lorashard.engine.packed import Packed, PackedWeight, Workspace
 from lorashard.errors import ShardError
+from lorashard.quantization.quantized_weight import QuantizedWeight, StoredWeight, Workspace
 
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
 
 
 class Halves:
-    """A packing for these tests: values in steps of a half as int8; it counts what it unpacks."""
+    """A packing for these tests: numbers as int8, in steps of a half; it counts what it unpacks."""
 
     name = "halves"
 
@@ -40,11 +40,13 @@ class Halves:
         return [parts[0][index]]
 
 
-def pack(shape: tuple[int, ...], workspace: Workspace | None = None, seed: int = 0) -> tuple[Packed, torch.Tensor]:
-    """Return a packed weight and its values."""
-    codes = torch.randint(-9, 10, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
-    weight = PackedWeight("layers.0.proj", shape, DTYPE, Halves(), [codes], workspace or Workspace())
-    return Packed(weight), codes.to(DTYPE) / 2
+def pack(
+    shape: tuple[int, ...], workspace: Workspace | None = None, seed: int = 0
+) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Return a packed weight and its numbers."""
+    numbers = torch.randint(-9, 10, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+    stored = StoredWeight("layers.0.proj", shape, DTYPE, Halves(), [numbers], workspace or Workspace())
+    return QuantizedWeight(stored), numbers.to(DTYPE) / 2
 
 
 def under_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -143,15 +145,14 @@ def check(read: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) 
     torch.cat([other, other])  # so that the workspace need not grow afterward
     found, expected = read(packed), read(plain)
     assert found.shape == expected.shape and found.dtype == expected.dtype and found.device == expected.device
-    assert found.stride() == expected.stride() or not isinstance(found, Packed)
-    torch.cat([other, other])  # overwrites the workspace
-    assert not workspace.holds(found)
-    assert torch.equal(found.unpack() if isinstance(found, Packed) else found, expected)
+    assert found.stride() == expected.stride() or not isinstance(found, QuantizedWeight)
+    torch.cat([other, other])  # the workspace's next numbers
+    assert torch.equal(found.unpack() if isinstance(found, QuantizedWeight) else found, expected)
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_read_returns_the_values_and_outlives_the_workspace(name):
-    """Catches a result that is a view of the workspace, a view in another order, and a mode that is lost."""
+def test_a_read_gives_the_numbers_and_outlives_the_workspace(name):
+    """Catches a result that is a view of the workspace, a view taken in another order, and a mode that goes lost."""
     check(READS[name], (6, 4))
 
 
@@ -182,7 +183,7 @@ def test_it_has_no_storage():
     packed, _ = pack((6, 4))
     with pytest.raises(RuntimeError, match="layers.0.proj.*storage"):
         packed.untyped_storage()
-    assert packed.weight.packing.unpacked_shapes == []
+    assert packed.stored.quantizer.unpacked_shapes == []
 
 
 def test_one_expert_alone_is_unpacked():
@@ -194,7 +195,7 @@ def test_one_expert_alone_is_unpacked():
     for expert in packed:
         functional.linear(X, expert)
     functional.linear(X, packed[torch.tensor(1)])
-    assert packed.weight.packing.unpacked_shapes == [(6, 4)] * 6
+    assert packed.stored.quantizer.unpacked_shapes == [(6, 4)] * 6
     assert workspace.num_bytes == 6 * 4 * DTYPE.itemsize
 
 
@@ -209,8 +210,8 @@ def test_the_workspace_is_as_large_as_the_largest_weight():
     assert workspace.num_bytes == (40 * 4 + 6 * 4) * DTYPE.itemsize
 
 
-def test_bookkeeping_unpacks_nothing():
-    """Catches inspections, such as nn.Module and PEFT make at every step, that cost an unpacking."""
+def test_looking_unpacks_nothing():
+    """Catches bookkeeping, as nn.Module and PEFT do it at every step, that costs an unpacking."""
     packed, _ = pack((6, 4))
     module = nn.Linear(4, 6, bias=False)
     module.register_parameter("weight", packed)
@@ -218,13 +219,13 @@ def test_bookkeeping_unpacks_nothing():
     assert not packed.requires_grad and packed.is_contiguous() and packed.t().shape == (4, 6) and len(packed) == 6
     assert packed.detach() is not packed and packed.data.shape == (6, 4) and packed.numel() == 24 == packed.nbytes // 2
     module.to(DTYPE), module.to("cpu"), module.requires_grad_(False), module.eval()
-    assert module.weight.dtype is DTYPE and isinstance(module.state_dict()["weight"], Packed)
+    assert module.weight.dtype is DTYPE and isinstance(module.state_dict()["weight"], QuantizedWeight)
     assert "layers.0.proj" in repr(packed) and "halves" in str(module.weight) and hash(packed) == hash(packed)
-    assert packed.weight.packing.unpacked_shapes == []
+    assert packed.stored.quantizer.unpacked_shapes == []
 
 
 def test_backward_gives_the_gradients_of_plain_weights():
-    """Catches a saved tensor that is a view of the workspace: backward would read the next weight's values."""
+    """Catches a saved tensor that is a view of the workspace: backward would read the next weight's numbers."""
     workspace = Workspace()
     layers = [pack((4, 4), workspace, seed) for seed in range(3)]
     found = []
@@ -238,7 +239,7 @@ def test_backward_gives_the_gradients_of_plain_weights():
     assert torch.equal(*found) and found[0].abs().sum() > 0
 
 
-def test_a_weight_created_in_inference_mode_can_be_trained_with():
+def test_what_inference_mode_made_can_be_trained_with():
     """Catches a weight that a generation has put into the modules, and that the next step cannot save."""
     x = X.clone().requires_grad_()
     with torch.inference_mode():
@@ -250,7 +251,7 @@ def test_a_weight_created_in_inference_mode_can_be_trained_with():
         assert torch.equal(found, torch.autograd.grad(functional.linear(x, plain.clone()).sum(), x)[0])
 
 
-def test_a_parametrization_reads_the_values():
+def test_a_parametrization_reads_the_numbers():
     """Catches PEFT's and torch's parametrizations, which set a weight to itself, being taken for a write."""
 
     class Twice(nn.Module):
