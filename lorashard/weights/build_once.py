@@ -22,12 +22,12 @@ def make_once(
 ) -> None:
     """Make a folder if it is not there.
 
-    Of the processes on a machine the first to come makes it, the others wait for it.
+    The first of the processes on a machine makes it, the others wait.
 
     Args:
-        check_room: told the bytes that are free before anything is written; raises where they are too few.
-        fill: writes what is to be in the folder into one that becomes it when all is there.
-        look: given, now and then while another process makes it, the folders that are being filled.
+        check_room: called with the free bytes before anything is written; raises if they are too few.
+        fill: writes the content into a partial folder, which is renamed when it is complete.
+        look: called repeatedly with the partial folders while another process fills one.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
