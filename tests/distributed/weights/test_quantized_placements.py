@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import resource
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,6 @@ from helpers.tiny import (
     find_differences,
     set_checkpointing,
 )
-from helpers.waiting import wait_until
 from peft import LoraConfig, PeftModel
 
 import lorashard
@@ -156,36 +152,6 @@ def test_converting_reports_its_progress(folder, cache, options):
     converted = [counts for counts in reported if counts[2] == "units converted"]
     assert converted[:LAYERS] == [(number, LAYERS, "units converted") for number in range(1, LAYERS + 1)]
     assert reported[-1][2] == "units"
-
-
-def list_begun(cache: Path) -> list[Path]:
-    return list(cache.glob("*.partial-*/layers.0"))
-
-
-def convert_and_stop(folder: str, cache: Path) -> None:
-    def stop(*counts: object) -> None:
-        while list_begun(cache):
-            time.sleep(1)
-
-    load(folder, placement="replicate", cache_quantized=True, progress=stop)
-
-
-def test_a_kill_while_converting_leaves_no_incomplete_cache(folder, cache):
-    """An incomplete cache mistaken for a complete one gives zeros for weights; one that stays fills the disk."""
-    expected = take_bytes(load(folder, placement="replicate"))
-    process = multiprocessing.get_context("fork").Process(target=convert_and_stop, args=(folder, cache))
-    process.start()
-    wait_until(lambda: list_begun(cache))
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    (left,) = cache.glob("*.partial-*")
-    assert is_equal(take_bytes(load(folder, placement="replicate")), expected)
-    assert left.exists()  # a process that does not write removes nothing
-    assert is_equal(take_bytes(load(folder, placement="replicate", cache_quantized=True)), expected)
-    assert not list(cache.glob("*.partial-*"))
-    (made,) = [path for path in cache.iterdir() if path.is_dir()]
-    assert len(list(made.iterdir())) == LAYERS
-    assert is_equal(take_bytes(load(folder, placement="file")), expected)
 
 
 def check_full_disk(rank: int, folder: str) -> list[str]:
