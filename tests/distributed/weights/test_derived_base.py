@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import lorashard
 from lorashard.api import base_of
 from lorashard.errors import CheckpointError, ConfigError, UserError
-from lorashard.weights import build_once as making
+from lorashard.weights import build_once
 from lorashard.weights.fingerprint import find_cache_dir
 
 Results = dict[str, torch.Tensor]
@@ -85,9 +85,9 @@ def train(model: PeftModel) -> Results:
 
 def compare(rank: int, base: Path, expected: dict[str, Results], residuals: dict[str, Results]) -> dict[str, list]:
     wrong: dict[str, list] = {}
-    if rank == 0:  # it comes last, and the base is another's work
-        original = making.FileLock
-        making.FileLock = lambda path: (time.sleep(0.3), original(path))[1]  # type: ignore[misc, assignment]
+    if rank == 0:  # it comes last, so that another rank derives the base
+        original = build_once.FileLock
+        build_once.FileLock = lambda path: (time.sleep(0.3), original(path))[1]  # type: ignore[misc, assignment]
     for name, options in CASES.items():
         for quantization in (None, "nf4"):
             if f"{name} {quantization}" not in expected:
@@ -110,8 +110,8 @@ MORE = tuple(f"{name} {kind}" for name in CASES for kind in (None, "nf4") if f"{
 
 @pytest.mark.parametrize("chosen", [QUICK, slow(MORE)], ids=["quick", "more"])
 def test_a_derived_base_and_training_on_it_equal_plain_peft(base, chosen):
-    """A residual of another scale, or made of weights that are quantized already, begins as another model; random
-    numbers that are drawn in another order, as a second decomposition would, give another adapter."""
+    """A residual of another scale, or of weights that are quantized already, starts as another model; random numbers in
+    another order, as after a second decomposition, give another adapter."""
     expected: dict[str, Results] = {}
     residuals: dict[str, Results] = {}
     for name, options in CASES.items():
@@ -199,8 +199,8 @@ def test_a_derived_base_is_used_again(base):
     assert {file: file.stat().st_mtime_ns for file in made.rglob("*")} == written
 
 
-def test_what_cannot_be_derived_is_refused_in_a_line(base, monkeypatch):
-    """Each of these would change another weight than PEFT's documents say, or fail when hours have gone."""
+def test_what_cannot_be_derived_is_refused(base, monkeypatch):
+    """Each of these would change another weight than PEFT's documents say, or fail after hours."""
 
     def load(**options: Any) -> object:
         return lorashard.load(str(base), lora(**{"init_lora_weights": "pissa"} | options), "shard")
@@ -215,7 +215,7 @@ def test_what_cannot_be_derived_is_refused_in_a_line(base, monkeypatch):
         (lambda: load(target_modules=["q_prj"]), "q_prj"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(making.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        patch.setattr(build_once.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
         with pytest.raises(CheckpointError) as full:
             load()
         assert full.value.option == "init_lora_weights" and full.value.found == "0.0 MiB"
@@ -271,5 +271,5 @@ def check_conversion(rank: int, folder: str) -> dict[str, list[str]]:
 
 
 def test_a_rewritten_base_is_sharded_and_its_adapter_converted(tmp_path):
-    """An adapter that was trained on a derived base, saved as if it fitted the files, is wrong for everyone else."""
+    """An adapter that was trained on a derived base, but saved as one of the original, is wrong in other tools."""
     assert run_ranks(check_conversion, 2, str(tmp_path)) == [{"pissa": [], "olora": []}] * 2
