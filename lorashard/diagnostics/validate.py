@@ -11,7 +11,6 @@ from huggingface_hub import constants, get_safetensors_metadata, model_info
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers import PreTrainedConfig
 
-from ..config.data_options import DataOptions
 from ..config.initialization import is_derived
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
@@ -51,7 +50,7 @@ def validate(config: RunConfig) -> Iterator[str]:
         yield f"reward model: {describe_model(config.reward_model_name_or_path, None)}"
     yield f"adapter: {_describe_adapter(config)}"
     tokenizer = load_tokenizer(**config.tokenizer_options())
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
+    prepared = prepare(config.data_options(), tokenizer, method=config.trl_method)
     yield f"dataset: {prepared.report.summary()}"
     if prepared.eval_report is not None:
         yield f"eval_dataset: {prepared.eval_report.summary()}"

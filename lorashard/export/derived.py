@@ -22,7 +22,7 @@ from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from transformers import PreTrainedModel
 
-from ..config.initialization import explain_rewriting, without_rewriting
+from ..config.initialization import check_initialization, without_rewriting
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..model.adapters import check_coverage, inject
@@ -148,9 +148,7 @@ class _Derivation:
         num_labels: int | None,
         progress: Progress | None,
     ) -> None:
-        refusal = explain_rewriting(lora.init_lora_weights, is_new=True)
-        if refusal is not None:
-            raise ConfigError(refusal)
+        check_initialization(lora.init_lora_weights, is_new=True)
         check_config(without_rewriting(lora))
         self._lora, self._dtype, self._progress = lora, dtype, progress
         self._base = resolve_folder(model_name_or_path, revision, progress=progress)

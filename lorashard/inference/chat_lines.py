@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from pydantic import ValidationError
 
-from ..config.placement import explain_invalid
+from ..config.options import to_config_error
 from ..config.use_options import AnswerOptions, ChatOptions, ChatRequest, Source
 from ..data.formats import Message
 from ..errors import ConfigError
@@ -263,7 +263,7 @@ def read_request(line: str) -> ChatRequest:
     try:
         return ChatRequest(**given)
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error)) from error
+        raise to_config_error(error) from error
 
 
 def _is_cancel(line: str) -> bool:

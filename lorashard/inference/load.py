@@ -38,7 +38,7 @@ def load_for_use(adapter: str, options: UseOptions, num_cached_tokens: int) -> P
         quantization=options.quantization,
         allow_base_mismatch=options.allow_base_mismatch,
         num_cached_tokens=num_cached_tokens,
-        **options.placement_options(),
+        placement=options,
     )
 
 

@@ -10,9 +10,9 @@ from lorashard.runs.events import describe_event
 from lorashard.runtime.disk import show_bytes
 
 from .alert import Alert, Facts
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
 _LITTLE_BYTES = 200 << 20  # for logs and the adapter, where no checkpoint tells what it needs
 _MUCH_OVER_PLAN = 1.05
@@ -32,7 +32,7 @@ def find_disk(facts: Facts) -> Iterator[Alert]:
         takes = f", and a checkpoint takes {show_bytes(largest_bytes)}" if largest_bytes else ""
         sentence = (
             f"{show_bytes(facts.free_bytes)} are free on the disk of {facts.folder}{takes}: make room, or the next "
-            "ones are not written (the run goes on without them); save_total_limit keeps fewer"
+            "ones are not written (the run continues without them); save_total_limit keeps fewer"
         )
         yield Alert("disk", "warning", None, None, sentence, facts.now_s)
     refused: dict[tuple[str, int | None], Mapping[str, Any]] = {}

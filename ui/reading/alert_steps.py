@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .alert import Alert, Facts
-from .paces import measure_pace, show_duration
+from .eta import measure_pace, show_duration
 from .ranks import find_behind
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
 _SHOWN_STEPS = 3
 _SHOWN_ROWS = 4
@@ -150,7 +150,7 @@ def find_stall(facts: Facts) -> Iterator[Alert]:
     if facts.stopped_pids:
         pids = " ".join(map(str, facts.stopped_pids))
         yield Alert(
-            "stall", "warning", None, None, f"{sentence}: its processes are stopped: go on by kill -CONT {pids}"
+            "stall", "warning", None, None, f"{sentence}: its processes are stopped: resume them with kill -CONT {pids}"
         )
         return
     if behind:

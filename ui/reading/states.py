@@ -12,10 +12,10 @@ from typing import Any
 from lorashard.runs.checkpoints import find_newest
 from lorashard.runs.lock import Owner, find_owner
 
-from .launches import PROCESS_NAME, Launch, read_launch
+from .jsonl_tail import read_end, read_json
+from .process_file import PROCESS_NAME, Launch, read_launch
+from .sanitize import show_safely
 from .series import to_finite, to_whole
-from .tails import read_end, read_json
-from .taming import show_safely
 
 STATUS_NAME = "status.json"
 EXIT_NAME = "exit.json"
@@ -147,11 +147,11 @@ def find_last_word(log: Path) -> str | None:
 
 
 def explain_resume(folder: Path) -> str:
-    """Say from where the run of a folder can be gone on with."""
+    """Say from where the run of a folder can be resumed."""
     newest = find_newest(folder)
     if newest is None:
         return "there is no complete checkpoint, so it begins anew when it is resumed"
-    return f"resume goes on from {newest.name}"
+    return f"resume resumes from {newest.name}"
 
 
 def _explain_death(folder: Path, status: dict[str, Any], phase: str, said_s: float, cause: str) -> str:

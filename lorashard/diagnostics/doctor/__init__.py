@@ -17,8 +17,8 @@ from typing import Any
 
 from ...config.use_options import DoctorOptions
 from ...errors import ConfigError, VerificationError
-from ...launch.elastic import find_python_flags, run_ranks
-from ...launch.launcher import take_place
+from ...launch.elastic import run_ranks
+from ...launch.launcher import build_rank_command, take_place
 from ...runtime.devices import VisibleGpus, build_environment, choose_ranks, find_gpus, find_launcher
 from ...runtime.failures import Failure, record_failure
 from ...runtime.importing import quick_imports
@@ -32,18 +32,15 @@ _GRACE_S = 3
 _NEEDED_BY_RANKS = ("GPUs", "temporary files")
 
 
-def diagnose(options: DoctorOptions, arguments: Sequence[str]) -> int:
+def diagnose(options: DoctorOptions) -> int:
     """Check this machine, and ranks on it, which are started here or by a launcher; report what is wrong.
-
-    Args:
-        arguments: the words of the command line that start a rank with the same options.
 
     Returns:
         The exit code: 0; 1 if a check failed; 128 + n after signal n.
     """
     launcher = find_launcher(os.environ)
     if launcher is None:
-        return _check_here(options, arguments)
+        return _check_here(options)
     if launcher.is_lorashard:
         with quick_imports():
             from .ranks import check_ranks
@@ -63,7 +60,7 @@ def diagnose(options: DoctorOptions, arguments: Sequence[str]) -> int:
     return 0 if launcher.is_lorashard else int(has_failed(merged))
 
 
-def _check_here(options: DoctorOptions, arguments: Sequence[str]) -> int:
+def _check_here(options: DoctorOptions) -> int:
     """Check the machine in this process, and start ranks: this process reports it if they die."""
     checks: list[Check] = []
 
@@ -79,7 +76,7 @@ def _check_here(options: DoctorOptions, arguments: Sequence[str]) -> int:
         add(Check("ranks", "skip", f"not started without {' and '.join(broken)}"))
     else:
         logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-doctor-"))
-        found, failure = _start_ranks(options, arguments, logs_dir)
+        found, failure = _start_ranks(options, logs_dir)
         for check in found:
             add(check)
         if failure is None or failure.is_stop:
@@ -91,9 +88,7 @@ def _check_here(options: DoctorOptions, arguments: Sequence[str]) -> int:
     return int(has_failed(checks))
 
 
-def _start_ranks(
-    options: DoctorOptions, arguments: Sequence[str], logs_dir: Path
-) -> tuple[list[Check], Failure | None]:
+def _start_ranks(options: DoctorOptions, logs_dir: Path) -> tuple[list[Check], Failure | None]:
     """Return the ranks' findings, and what ended the ranks early."""
     try:
         choice = choose_ranks(options, find_gpus() if options.cpu is None else VisibleGpus(0))
@@ -102,7 +97,7 @@ def _start_ranks(
     os.environ.update(build_environment(choice, os.environ))
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
-    command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
+    command = build_rank_command("doctor", options, logs_dir)
     try:
         failure = run_ranks(command, choice.num_ranks, logs_dir, grace_s=_GRACE_S, mirror=sys.stderr)
     finally:

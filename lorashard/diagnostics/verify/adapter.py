@@ -13,7 +13,6 @@ from peft import LoraConfig, PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ...config.placement import read_placement
 from ...config.quantization_options import describe_quantization
 from ...config.use_options import VerifyOptions
 from ...errors import CheckpointError, ConfigError, UserError
@@ -254,11 +253,10 @@ def _compute_merged(options: VerifyOptions, rows: list[list[int]], device: torch
     lora = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
     dtype = getattr(torch, options.dtype)
     described = BaseModel(options.merged, lora, dtype, None, options.trust_remote_code, options.attn_implementation)
-    asked = read_placement(**options.placement_options())
     model = load_sharded(
         options.merged,
         lora,
-        plan_inference(described, asked, device, options.num_rows * options.max_length),
+        plan_inference(described, options, device, options.num_rows * options.max_length),
         device,
         dtype=dtype,
         trust_remote_code=options.trust_remote_code,

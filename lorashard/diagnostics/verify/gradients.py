@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers.utils import logging as transformers_logging
 
 from ... import api
-from ...config.placement import ResolvedPlacement, read_placement, resolve_placement
+from ...config.placement import ResolvedPlacement, resolve_placement
 from ...config.quantization_options import describe_quantization, read_quantization
 from ...config.use_options import VerifyOptions
 from ...export.quantized_base import dequantize_model
@@ -56,7 +56,7 @@ def verify_gradients(options: VerifyOptions) -> tuple[dict[str, Any], list[Check
     assert options.model_name_or_path is not None
     device = join_launch()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    placement = resolve_placement(read_placement(**options.placement_options()), world_size, dist.find_node_size())
+    placement = resolve_placement(options, world_size, dist.find_node_size())
     folder = resolve_folder(options.model_name_or_path, options.model_revision)
     options = settle_dtype(options, device)
     dtype = getattr(torch, options.dtype)

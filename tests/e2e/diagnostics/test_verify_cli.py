@@ -71,7 +71,7 @@ def test_a_fault_is_reported_once_and_is_exit_code_1(task):
     [
         ([], "neither"),
         (["runs/mine", "--model", MODEL], "both"),
-        (["--model", MODEL, "--merged", "merged"], "merged has no meaning"),
+        (["--model", MODEL, "--merged", "merged"], "merged: "),
         (["nowhere"], "nowhere"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["runs/mine", "--mergd", "merged"], "did you mean 'merged'"),
