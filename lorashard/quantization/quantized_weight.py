@@ -4,7 +4,7 @@ Note [Quantized weights and autograd]
     A module holds a `QuantizedWeight` where an unquantized base has a parameter: true name, shape, dtype and device,
     and no storage of its own, only views of the slot that its bytes are in. torch's dispatcher calls it below autograd,
     so what autograd saves is the `QuantizedWeight`, never the values: the engine's saved-tensor hooks make a handle of
-    it like of any other tensor in a slot, and backward unpacks it again. The values exist in a workspace for the time of
+    it like of any other tensor in a slot, and backward unpacks it again. The values exist in a workspace during
     one operation. Views (the transposed weight of a Linear, one expert's of many) are remembered and applied when it is
     unpacked, so the operations that run, forward and backward, are those of plain weights, bit for bit.
 
