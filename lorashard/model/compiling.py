@@ -133,7 +133,7 @@ def _compile_forward(options: Mapping[str, Any], original: type[nn.Module]) -> d
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Cache) for value in itertools.chain(args, kwargs.values())):
-            # A cache indexed by the layer's number, growing by each token, is another graph each time.
+            # A cache that is indexed by layer, and grows with each token, needs another graph each time.
             if torch.is_grad_enabled():
                 warnings.warn(
                     "torch_compile: layers that fill a key-value cache run uncompiled; train with use_cache=False",

@@ -1,4 +1,4 @@
-"""Give each unit of a model the home that its placement says, filled from where the base comes from."""
+"""Give each unit of a model the home that its placement says, filled from its source."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ class FileHomes:
     def _is_suitable(self, weight: FoundWeight) -> bool:
         """Return whether a weight can be used, or copied, from its place in the file."""
         return all(
-            self._is_aligned(self._find_part(weight, number), _find_alignment(weight, part.dtype))
-            for number, part in enumerate(weight.parts())
+            self._is_aligned(self._find_part(weight, index), _find_alignment(weight, part.dtype))
+            for index, part in enumerate(weight.parts())
         )
 
     def _is_aligned(self, found: list[tuple[Path, int, int]] | torch.Tensor | None, alignment: int) -> bool:
@@ -228,7 +228,7 @@ class FileHomes:
         if file is not None:
             pieces = [[self._files.view(file, field.begin_byte, field.num_bytes)] for field in layout.fields]
         else:
-            pieces = [self._map(weight, number) for weight in unit.weights for number in range(len(weight.parts()))]
+            pieces = [self._map(weight, index) for weight in unit.weights for index in range(len(weight.parts()))]
         return FileHome(layout, pieces, self._device, self._copies)
 
 

@@ -15,7 +15,7 @@ import torch
 from helpers.cases import slow
 from helpers.families import FAMILIES, OTHERS, VOCAB_SIZE, Family, auto_class, make_config, make_inputs, save_family
 from helpers.forked_ranks import run_ranks
-from helpers.tiny import find_differences, take_gradients
+from helpers.tiny import fill_adapter, find_differences, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import lorashard
@@ -51,7 +51,7 @@ def build_plain(family: Family, dtype: torch.dtype) -> PeftModel:
     torch.manual_seed(0)
     config = make_config(family)
     base = auto_class(config).from_config(config, dtype=dtype)
-    return fill(get_peft_model(base, make_lora(base, family)))
+    return fill_adapter(get_peft_model(base, make_lora(base, family)))
 
 
 def make_lora(base: torch.nn.Module, family: Family) -> LoraConfig:
@@ -61,14 +61,6 @@ def make_lora(base: torch.nn.Module, family: Family) -> LoraConfig:
     }
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return LoraConfig(**options | family.lora | {"target_parameters": sorted(experts)})
-
-
-def fill(model: PeftModel) -> PeftModel:
-    torch.manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model.train()
 
 
 def train_twice(model: PeftModel, family: Family) -> dict[str, torch.Tensor]:
@@ -111,10 +103,10 @@ def test_experts_in_mapped_files_train_as_in_plain_peft(tmp_path):
     (family,) = families_of(("Mixtral",))
     base = auto_class(make_config(family)).from_pretrained(save_family(family, tmp_path), dtype=FP32)
     lora = make_lora(base, family)
-    expected = train_twice(fill(get_peft_model(base, copy.deepcopy(lora))), family)
+    expected = train_twice(fill_adapter(get_peft_model(base, copy.deepcopy(lora))), family)
 
     def compare_mapped(rank: int) -> list[str]:
         model = lorashard.load(str(tmp_path), lora, placement="file", dtype=FP32)
-        return find_differences(train_twice(fill(model), family), expected)
+        return find_differences(train_twice(fill_adapter(model), family), expected)
 
     assert run_ranks(compare_mapped, 2) == [[], []]

@@ -19,7 +19,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lorashard.config.placement import PlacementOptions, resolve_placement
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.adapters import base_test
 from lorashard.model.homes import choose_resident
@@ -186,12 +185,6 @@ def test_wrong_unit_paths_are_explained(unit_paths, names):
     with pytest.raises(ConfigError) as caught:
         name_units(build_model(), unit_paths)
     assert caught.value.option == "unit_paths" and all(name in str(caught.value) for name in names)
-
-
-def test_unit_paths_reach_the_resolved_placement():
-    """An option that is read and then forgotten."""
-    options = PlacementOptions(placement="shard", unit_paths=["block_*"])
-    assert resolve_placement(options, 2, None).unit_paths == ["block_*"]
 
 
 def test_a_model_of_another_kind_is_refused():
