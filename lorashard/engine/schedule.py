@@ -21,7 +21,7 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     """Return how many visits lie between the one at `position` and the next one at `target`.
 
     A forward visits 0 .. num_visits - 1, a backward the same in reverse. The unit whose next visit lies farthest ahead
-    is the one to evict (L. Belady, "A study of replacement algorithms", 1966): the order is known, so the optimal
+    is the one to reshard (L. Belady, "A study of replacement algorithms", 1966): the order is known, so the optimal
     choice is too, and every rank makes the same one.
     """
     if direction is Direction.BACKWARD:

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from ..engine import Engine, Packed, Placeholder
+from ..engine import Engine, Placeholder
+from ..quantization.quantized_weight import QuantizedWeight
 from ..runtime import dist
 from ..weights.weights import BaseWeights
 from .quantized_base import QuantizedBase
@@ -103,7 +104,7 @@ class EngineValues:
 
         def take(name: str) -> torch.Tensor:
             tensor = self._in_model[name]
-            value = tensor.unpack() if isinstance(tensor, Packed) else held.get(id(tensor), tensor)
+            value = tensor.unpack() if isinstance(tensor, QuantizedWeight) else held.get(id(tensor), tensor)
             return value.detach().to(self._device, self._base.tensors[name].dtype, copy=True)
 
         yield take

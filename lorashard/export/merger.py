@@ -178,7 +178,7 @@ def merge_live(
     keys = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     quantization = loaded.quantization if loaded is not None and is_dequantized else None
     if loaded is None:
-        if not is_dequantized and any(w.packing is not None for unit in engine.units for w in unit.weights):
+        if not is_dequantized and any(w.format is not None for unit in engine.units for w in unit.weights):
             raise ConfigError(
                 "quantization: none: this base was quantized in memory by lorashard.shard, and its original weights "
                 "are gone; leave quantization out, to merge into the dequantized weights"

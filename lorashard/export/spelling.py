@@ -105,9 +105,9 @@ class OriginalSpelling:
 
     def key_of(self, name: str) -> str | None:
         source = self._sources.get(name)
-        if source is None or isinstance(source, Group) or len(source.runs) != 1:
+        if source is None or isinstance(source, Group) or len(source.segments) != 1:
             return self._added.get(name)
-        stored = source.runs[0].stored
+        stored = source.segments[0].stored
         return stored.key if tuple(stored.shape) == source.shape else None
 
     def batches(self, names: Sequence[str]) -> list[list[str]]:
@@ -130,9 +130,9 @@ class OriginalSpelling:
                 yield from self._take_apart(source, values)
                 return
             flat, position = value.reshape(-1), 0
-            for run in source.runs:
-                yield run.stored.key, run.begin, flat[position : position + run.numel]
-                position += run.numel
+            for segment in source.segments:
+                yield segment.stored.key, segment.begin, flat[position : position + segment.numel]
+                position += segment.numel
 
     def _take_apart(self, group: Group, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
         made = revert(self._model, values)
@@ -214,8 +214,8 @@ def _stored_in(source: Any) -> Iterator[Any]:
             yield from stored
     else:
         seen = {}
-        for run in source.runs:
-            seen[run.stored.key] = run.stored
+        for segment in source.segments:
+            seen[segment.stored.key] = segment.stored
         yield from seen.values()
 
 

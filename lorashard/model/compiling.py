@@ -69,8 +69,8 @@ def read_compile_options(
 def refuse_quantized(quantization: Quantization | None) -> None:
     """Refuse to compile layers whose weights are quantized.
 
-    Dynamo cannot pass a `Packed` on to an operation, so that each linear layer would end a graph; where it leaves the
-    unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
+    Dynamo cannot pass a `QuantizedWeight` on to an operation, so that each linear layer would end a graph; where it
+    leaves the unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
 
     Raises:
         ConfigError: with the reason.

@@ -132,7 +132,7 @@ class Embeddings:
             if prefix + name not in state:
                 continue
             value, weight = state[prefix + name], unit.weights[index]
-            if weight.packing is not None:
+            if weight.format is not None:
                 raise CheckpointError(
                     expected="embeddings that are not quantized, to read those of a resized vocabulary into them",
                     where=name,

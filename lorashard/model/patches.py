@@ -82,7 +82,7 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[
 
 def is_plain(engine: Engine) -> bool:
     """Return whether the modules hold all of the base as plain tensors, between passes too."""
-    is_quantized = any(weight.packing is not None for unit in engine.units for weight in unit.weights)
+    is_quantized = any(weight.format is not None for unit in engine.units for weight in unit.weights)
     return not is_quantized and all(unit.is_resident for unit in engine.units)
 
 

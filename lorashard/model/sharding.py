@@ -13,8 +13,9 @@ from peft import PeftModel
 from torch import nn
 
 from ..config.quantization_options import Quantization
-from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight, Workspace
+from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight
 from ..errors import ConfigError
+from ..quantization.quantized_weight import QuantizedFormat, Workspace
 from ..runtime.dist import ShardGroup
 from ..runtime.progress import Progress
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
@@ -74,8 +75,13 @@ def shard_structure(
     workspace = Workspace()
     for index, found in enumerate(structure.units):
         home = make_home(found)
-        weights = [Weight(_placeholder_for(w, device), w.owners, w.quantizer) for w in found.weights]
-        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home, workspace)
+        weights = [
+            Weight(
+                _placeholder_for(w, device), w.owners, QuantizedFormat(w.quantizer, workspace) if w.quantizer else None
+            )
+            for w in found.weights
+        ]
+        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home)
         found.weights = []  # the unsharded weights may be freed
         if progress is not None:
             progress(index + 1, len(structure.units), "units")

@@ -99,16 +99,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = Manifest(content["step"], content["facts"], {k: tuple(v) for k, v in content["files"].items()})
     except FileNotFoundError:
         raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST_NAME}: it was not written to its end, or not by lorashard finetune"
+            f"no {MANIFEST_NAME}: it was not written to its end, or not by lorashard finetune", where=checkpoint
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST_NAME} is damaged: {error}") from error
+        raise CheckpointError(f"damaged: {error}", where=checkpoint / MANIFEST_NAME) from error
     for name, (size, _) in manifest.files.items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise CheckpointError(
-                f"{path} is damaged: expected {size} bytes, found {'no file' if found is None else found}"
+                "damaged", expected=f"{size} bytes", found="no file" if found is None else found, where=path
             )
     return manifest
 
@@ -123,7 +123,7 @@ def verify(checkpoint: Path) -> Manifest:
     for name, (_, digest) in manifest.files.items():
         with (checkpoint / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise CheckpointError(f"{checkpoint / name} is damaged: its content is not what was saved (SHA-256)")
+                raise CheckpointError("damaged: its content is not what was saved (SHA-256)", where=checkpoint / name)
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""What a derived base was made from, as its folder tells."""
+"""The origin of a derived base, as its folder records it."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def find_derived_dir() -> Path:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return what a base was derived from; None for one that is its own.
+    """Return what a base was derived from; None for one that is not derived.
 
     Raises:
-        CheckpointError: the file that tells is damaged.
+        CheckpointError: the file that records it is damaged.
     """
     file = folder / INITIAL_ADAPTER_NAME / _FILE_NAME
     if not file.is_file():
@@ -62,4 +62,6 @@ def read_origin(folder: Path) -> Origin | None:
     try:
         return Origin(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: delete the folder {folder}, and the next start makes it") from error
+        raise CheckpointError(
+            f"damaged ({error})", where=file, fix=f"delete the folder {folder}: the next start creates it again"
+        ) from error

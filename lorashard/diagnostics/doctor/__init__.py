@@ -103,12 +103,12 @@ def _start_ranks(
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
     if failure is not None:
-        failure.tell()
+        failure.report()
     found = []
     if result_file.is_file():
         found = [Check(**check) for check in json.loads(result_file.read_text(encoding="utf-8"))["checks"]]
     if failure is not None and not failure.is_stop and not has_failed(found):  # it died before it could tell
-        found.append(Check("ranks", "FAIL", failure.message.removeprefix("error: "), "its log has more"))
+        found.append(Check("ranks", "FAIL", failure.message, "its log has more"))
     return found, failure
 
 

@@ -56,7 +56,7 @@ from transformers import (
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import lorashard
-from lorashard.engine import Packed
+from lorashard.engine import FrozenWeight
 from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
@@ -253,7 +253,7 @@ class CopyToHost(torch.autograd.graph.saved_tensors_hooks):
 
     @classmethod
     def note(cls, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, Packed):
+        if not isinstance(tensor, FrozenWeight):
             cls.seen.add(tensor.untyped_storage().data_ptr())
 
 

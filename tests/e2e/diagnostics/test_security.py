@@ -117,7 +117,7 @@ def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 5)
     line = refuse(task, "finetune", *make_options(task, "refused", cpu=2, model=model))
-    assert f"{model / 'model.safetensors'} is truncated" in line
+    assert f"{model / 'model.safetensors'}: damaged, truncated" in line
     assert not (task / "refused" / "logs" / "rank_0.log").exists()
 
 
@@ -133,7 +133,7 @@ def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
     assert result.returncode == 0 and not mark.exists(), result.stdout + result.stderr
     torch.save(Malicious(mark), checkpoint / "optimizer.pt")
     line = refuse(task, "finetune", *make_options(task, "malicious", **options))
-    assert f"{checkpoint / 'optimizer.pt'} is not loaded" in line and "weights_only" not in line
+    assert str(checkpoint / "optimizer.pt") in line and "not loaded" in line and "weights_only" not in line
     assert not mark.exists()
 
 
@@ -153,7 +153,7 @@ def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained
         "generate": ("generate", adapter, "--prompts", prompts, "--out", out, "--cpu", 1),
     }
     for words in commands.values():
-        assert f"{weights} is damaged" in refuse(task, *words)
+        assert f"{weights}: damaged" in refuse(task, *words)
     weights.unlink()
     torch.save(Malicious(mark), adapter / "adapter_model.bin")
     assert "adapter_model.bin is a pickle" in refuse(task, *commands["merge"])
