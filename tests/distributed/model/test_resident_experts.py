@@ -1,7 +1,7 @@
 """Mixture-of-experts models on resident units, without activation checkpointing, against plain PEFT.
 
-PEFT parametrizes experts and routers, and torch's parametrizations write into the parameter they take over: it is set
-to itself, which counts as a change in place of whatever shares its version.
+PEFT parametrizes experts and routers, and torch's parametrizations assign a parameter to itself, which counts as a
+change in place of every tensor that shares its version.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make_lora(base: torch.nn.Module, family: Family) -> LoraConfig:
 
 
 def train_twice(model: PeftModel, family: Family) -> dict[str, torch.Tensor]:
-    """Return the gradients of two forwards before one backward: each parametrizes anew what the other has saved."""
+    """Return the gradients of two forwards before one backward: each parametrizes again what the other has saved."""
     batch = make_inputs(family)
     shifted = batch | {"input_ids": (batch["input_ids"] + 1) % VOCAB_SIZE}
     (model(**batch, use_cache=False).loss + model(**shifted, use_cache=False).loss).backward()
