@@ -59,7 +59,7 @@ _logger = logging.getLogger(__name__)
 def load(
     model_name_or_path: str,
     lora: PeftConfig,
-    placement: str | ResolvedPlacement = "auto",
+    placement: str | PlacementOptions | ResolvedPlacement = "auto",
     *,
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
@@ -185,7 +185,7 @@ def load(
 def load_adapter(
     adapter: str | Path,
     base: str | None = None,
-    placement: str = "auto",
+    placement: str | PlacementOptions = "auto",
     *,
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
@@ -220,7 +220,7 @@ def load_adapter(
     Ranks: collective over all ranks.
     Memory: as for `load`.
     """
-    asked = read_placement(placement=placement, **placement_options)
+    asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     folder = find_adapter(adapter)
     config = read_config(folder)
     check_config(config)

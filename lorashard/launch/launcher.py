@@ -13,7 +13,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from ..config.base_options import BaseOptions, RankOptions
+from ..config.base_options import OPTIONS_FILE, BaseOptions, RankOptions
 from ..config.run_config import RunConfig
 from ..errors import ConfigError, RunStopped
 from ..runs.lock import lock_run
@@ -43,12 +43,11 @@ _LOOK_S = 0.2
 _RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
 
 
-def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
+def finetune(config: RunConfig) -> int:
     """Train: in this process if a launcher started it, else in ranks that are started here.
 
     Args:
         config: The resolved configuration.
-        arguments: The words of the command line that say the same to a rank, such as `["finetune", "--cpu", "2"]`.
 
     Returns:
         The exit code: 0; 1 for a crash; 2 for a user's mistake; 75 where it saved and stopped as a signal asked;
@@ -91,7 +90,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
                 print(f"lorashard: {choice.note}", file=sys.stderr)
             logs_dir = prepare_logs_dir(config)
             status.enter("start")
-        command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
+        command = build_rank_command("finetune", config, logs_dir)
         return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals, status)
 
 
@@ -129,13 +128,21 @@ def _draw(folder: Path, bar: LiveBar) -> None:
         show_status(said, bar)
 
 
-def run_command(
-    options: BaseOptions, arguments: Sequence[str], work: Callable[[], None], is_interactive: bool = False
-) -> int:
+def build_rank_command(name: str, options: RankOptions, folder: Path) -> list[str]:
+    """Return the command line of a rank: `lorashard NAME --options_file FILE`, of which FILE is written in `folder`.
+
+    So the ranks take the options that were resolved here, and parse nothing again.
+    """
+    file = folder / "options.json"
+    options.to_file(file)
+    return [sys.executable, *find_python_flags(), "-m", "lorashard", name, OPTIONS_FILE, str(file)]
+
+
+def run_command(name: str, options: BaseOptions, work: Callable[[], None], is_interactive: bool = False) -> int:
     """Do a command's work: here if a launcher started this process or one rank is enough, else in ranks.
 
     Args:
-        arguments: The words of the command line that say the same to a rank.
+        name: Of the command.
         work: Each rank's part; its result goes through `output.give`.
         is_interactive: Rank 0 reads this process's stdin and writes to its stdout, through the pipes `stdin` and
             `stdout` beside the result file.
@@ -163,8 +170,8 @@ def run_command(
     if choice.num_ranks == 1:
         work()
         return 0
-    command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
     logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-"))
+    command = build_rank_command(name, options, logs_dir)
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
     try:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import modeling_layers
 from transformers.cache_utils import Cache
 
-from ..config.quantization_options import Quantization, explain_compiling
+from ..config.quantization_options import Quantization, check_compiling
 from ..errors import ConfigError
 from .patches import extend_classes
 
@@ -75,9 +75,7 @@ def refuse_quantized(quantization: Quantization | None) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    reason = explain_compiling(quantization)
-    if reason is not None:
-        raise ConfigError(reason)
+    check_compiling(quantization)
 
 
 def _nothing() -> None:

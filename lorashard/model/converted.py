@@ -177,5 +177,3 @@ def _write(unit: FoundUnit, source: MemorySource, file: Path, device: torch.devi
     fill_shard(buffer, layout, unit, source, 0, device)
     with file.open("wb") as stream:
         stream.write(memoryview(buffer.numpy()))  # type: ignore[arg-type]
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -11,7 +11,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
 
-from ..config.initialization import explain_rewriting
+from ..config.initialization import check_initialization
 from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, Weight
 from ..errors import ConfigError, ShardError
@@ -75,9 +75,7 @@ def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization
                 reason, option=option, fix="leave it out, or give the finished PeftModel to lorashard.shard"
             )
     quantized_to = None if quantization is None else quantization.format
-    rewriting = explain_rewriting(getattr(config, "init_lora_weights", True), quantized_to)
-    if rewriting is not None:
-        raise ConfigError(rewriting)
+    check_initialization(getattr(config, "init_lora_weights", True), quantized_to)
 
 
 def check_frozen(model: PeftModel) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,18 +18,19 @@ from ..quantization.quantized_weight import QuantizedFormat, Workspace
 from ..runtime.dist import ShardGroup
 from ..runtime.progress import Progress
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
-from ..weights.fingerprint import BaseIdentity, sign_adapter
+from ..weights.fingerprint import BaseIdentity, describe_base
 from .embeddings import Embeddings, copy_embeddings
 from .generating import prepare_generation
 from .homes import MakeHome
 from .patches import extend_classes, is_plain
 from .refusals import refuse_changes, refuse_merging, refuse_unfrozen_base
-from .saving import after_saving, follow_saving
+from .saving import follow_saving
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
+_QUANTIZATION_ATTRIBUTE = "_lorashard_quantization"
 _ALSO_IGNORED_ATTRIBUTE = "_lorashard_also_ignored_by_ddp"
 
 
@@ -99,7 +99,7 @@ def shard_structure(
     embeddings = None
     if isinstance(model, PeftModel):
         embeddings = Embeddings(model, engine, copies)
-        follow_saving(model, embeddings)
+        follow_saving(model, embeddings, partial(_describe_base, model))
     keep_base_out(model, engine, embeddings if copies else None)
     ignore_base_in_ddp(model, engine)
     return engine
@@ -146,29 +146,25 @@ def remember_base(model: PeftModel, base: LoadedBase) -> None:
     """Let every adapter and state that `model` saves carry the hash of its base, and what it was quantized to."""
     setattr(model, BASE_ATTRIBUTE, base)
     sign_state(model, base.identity, base.quantization)
-    _sign_what_is_saved(model, base.identity, base.quantization)
-    if base.origin is not None:
-        after_saving(model, partial(_sign_for_origin, base.origin, base.folder))
 
 
 def remember_quantization(model: PeftModel, quantization: Quantization | None) -> None:
-    """Let every adapter that `model` saves tell what its base was quantized to, where its files are not known."""
-    if quantization is not None:
-        _sign_what_is_saved(model, None, quantization)
+    """Let every adapter that `model` saves carry what its base was quantized to, where its files are not known."""
+    setattr(model, _QUANTIZATION_ATTRIBUTE, quantization)
 
 
-def _sign_what_is_saved(model: PeftModel, identity: BaseIdentity | None, quantization: Quantization | None) -> None:
-    def sign(folder: Path, given: Mapping[str, Any]) -> None:
-        sign_adapter(folder, identity, quantization, model.get_base_model().dtype)
+def _describe_base(model: PeftModel, first: str | None) -> tuple[Mapping[str, str], Origin | None]:
+    """Return what a saved adapter says of its base; see `DescribeBase`.
 
-    after_saving(model, sign)
-
-
-def _sign_for_origin(origin: Origin, derived: Path, folder: Path, given: Mapping[str, Any]) -> None:
-    """Let an adapter that PEFT has converted, by its first form, belong to the base that was derived from."""
-    first = given["path_initial_model_for_weight_conversion"]
-    if first is not None and Path(first).resolve() == (derived / INITIAL_ADAPTER_NAME).resolve():
-        origin.sign(folder)
+    An adapter that PEFT converts, by its first form, belongs to the base that this one was derived from.
+    """
+    base, dtype = base_of(model), model.get_base_model().dtype
+    if base is None:
+        return describe_base(None, model.__dict__.get(_QUANTIZATION_ATTRIBUTE), dtype), None
+    own_first = (base.folder / INITIAL_ADAPTER_NAME).resolve()
+    if base.origin is not None and first is not None and Path(first).resolve() == own_first:
+        return describe_base(BaseIdentity(base.origin.files)), base.origin
+    return describe_base(base.identity, base.quantization, dtype), None
 
 
 def _placeholder_for(weight: FoundWeight, device: torch.device) -> Placeholder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import CheckpointError, UserError
 from . import dist
@@ -17,7 +17,7 @@ def raise_on_all_ranks(action: Callable[[], T], on_rank: int | None = None) -> T
     """Run `action` on every rank, or on one alone; when it raises anywhere, raise everywhere.
 
     Raises:
-        UserError: of another rank, with its fields.
+        UserError: `action` has raised it, on this rank or on another.
         OSError: the disk of another rank has refused something.
         CheckpointError: `action` has failed on another rank in another way.
 
@@ -30,18 +30,20 @@ def raise_on_all_ranks(action: Callable[[], T], on_rank: int | None = None) -> T
             result = action()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-    told: Any = failure
-    if failure is not None and not isinstance(failure, UserError):  # it may not survive the way between ranks
-        told = (str(failure), find_fault(failure))
-    found = dist.gather_objects(told)
+    outcome: UserError | tuple[str, int | None] | None = None
+    if isinstance(failure, UserError):
+        outcome = failure
+    elif failure is not None:
+        outcome = str(failure), find_fault(failure)
+    outcomes = dist.gather_objects(outcome)
     if failure is not None:
         raise failure
-    for rank, error_of_rank in enumerate(found):
-        if isinstance(error_of_rank, UserError):
-            raise error_of_rank
-        if error_of_rank is not None:
-            text, fault = error_of_rank
-            if fault is not None:  # every rank says the same, whichever is heard first
+    for rank, of_rank in enumerate(outcomes):
+        if isinstance(of_rank, UserError):
+            raise of_rank
+        if of_rank is not None:
+            text, fault = of_rank
+            if fault is not None:  # every rank raises the same, whichever is heard first
                 raise OSError(fault, os.strerror(fault))
             raise CheckpointError(f"failed: {text}", where=f"rank {rank}")
     return result

@@ -165,12 +165,6 @@ def revert(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
         return revert_weight_conversion(model, dict(tensors)) if tensors else {}
 
 
-def is_converted(model: PreTrainedModel) -> bool:
-    """Tell whether saving the model does more than rename its tensors."""
-    transforms = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-    return any(isinstance(transform, WeightConverter) for transform in transforms)
-
-
 def drop_ignored(
     model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
 ) -> tuple[set[str], set[str]]:

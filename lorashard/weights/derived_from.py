@@ -9,7 +9,7 @@ from pathlib import Path
 from peft import PeftConfig
 
 from ..errors import CheckpointError
-from .fingerprint import BaseIdentity, find_cache_dir, sign_adapter
+from .fingerprint import find_cache_dir
 
 INITIAL_ADAPTER_NAME = "initial_adapter"
 _FILE_NAME = "origin.json"
@@ -37,12 +37,11 @@ class Origin:
         text = json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
         (derived / INITIAL_ADAPTER_NAME / _FILE_NAME).write_text(text, encoding="utf-8")
 
-    def sign(self, adapter: Path) -> None:
-        """Let an adapter that PEFT has converted for the original base say so."""
+    def name_in(self, adapter: Path) -> None:
+        """Let the config of an adapter that PEFT has converted for the original base name that base."""
         config = PeftConfig.from_pretrained(str(adapter))
         config.base_model_name_or_path, config.revision = self.name, self.revision
         config.save_pretrained(str(adapter))
-        sign_adapter(adapter, BaseIdentity(self.files))
 
 
 def find_derived_dir() -> Path:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +18,11 @@ import torch
 from filelock import FileLock
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
 from ..config.quantization_options import Format, Quantization, describe_quantization
 from ..errors import CheckpointError, ConfigError
 from ..runtime import dist
+from ..runtime.disk import replace_text
 from ..runtime.dtypes import name_of
 from ..runtime.progress import Progress, told_progress
 from .model_folder import shorten
@@ -111,39 +110,23 @@ class BaseIdentity:
         _logger.warning("%s (ignored, as allow_base_mismatch says)", mismatch)
 
 
-def sign_adapter(
-    adapter: Path,
-    identity: BaseIdentity | None,
-    quantization: Quantization | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Put into the metadata of an adapter's file, which is replaced as a whole, what it was trained on.
+def describe_base(
+    identity: BaseIdentity | None, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """Return what the metadata of an adapter's file says of the base that the adapter was trained on.
 
     Args:
         identity: None where the base's files are not known.
         quantization: what the base was quantized to.
-        dtype: what a quantized base had before, and has again when it is computed with: its numbers depend on it.
+        dtype: of a quantized base before it was quantized, and of what it is dequantized to: its values depend on it.
     """
-    file = adapter / ADAPTER_NAME
-    partial = file.with_suffix(f".partial-{os.getpid()}")
-    metadata = {"format": "pt"}
+    metadata = {}
     if identity is not None:
         metadata[_METADATA_KEY] = json.dumps(identity.files, sort_keys=True)
     if quantization is not None:
         values = asdict(quantization) | ({"dtype": name_of(dtype)} if dtype is not None else {})
         metadata[_QUANTIZATION_KEY] = json.dumps(values, sort_keys=True)
-    save_file(load_file(file), partial, metadata=metadata)
-    os.replace(partial, file)
-
-
-def add_tensors(adapter: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Put more tensors into an adapter's file, which is replaced as a whole."""
-    file = adapter / ADAPTER_NAME
-    partial = file.with_suffix(f".partial-{os.getpid()}")
-    with open_adapter(adapter) as opened:
-        metadata = opened.metadata()
-    save_file(load_file(file) | tensors, partial, metadata=metadata)
-    os.replace(partial, file)
+    return metadata
 
 
 def read_quantization_of(adapter: Path) -> Quantization | None:
@@ -323,6 +306,4 @@ def _read_known(known_file: Path) -> dict[str, str]:
 
 def _remember(known_file: Path, key: str, sha256: str) -> None:
     with FileLock(known_file.with_suffix(".lock")):
-        partial = known_file.with_suffix(".partial")
-        partial.write_text(json.dumps(_read_known(known_file) | {key: sha256}, indent=1), encoding="utf-8")
-        os.replace(partial, known_file)
+        replace_text(known_file, json.dumps(_read_known(known_file) | {key: sha256}, indent=1))

@@ -13,7 +13,7 @@ from ..runs.links import find_link_out
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_TEMPLATES_FOLDER = "additional_chat_templates"
+TEMPLATES_FOLDER = "additional_chat_templates"
 _RESTORE = "restore or download it again"
 
 
@@ -23,7 +23,7 @@ def check_links(folder: Path) -> None:
     Raises:
         CheckpointError: Naming the link.
     """
-    files = (path for path in [*folder.iterdir(), *(folder / _TEMPLATES_FOLDER).glob("*")] if path.is_file())
+    files = (path for path in [*folder.iterdir(), *(folder / TEMPLATES_FOLDER).glob("*")] if path.is_file())
     link = find_link_out(folder, files)
     if link is not None:
         raise CheckpointError(

@@ -59,8 +59,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "wrong victim": Mutant(
         "lorashard/engine/schedule.py",
-        "if distance > best_distance:",
-        "if best_key is None or distance < best_distance:",
+        "return max(evictable,",
+        "return min(evictable,",
         "the unit that is needed next is resharded",
         COSTS,
     ),

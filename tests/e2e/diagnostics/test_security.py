@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import warm
 from helpers.finetune import LORASHARD, make_options
+from helpers.finetune import run as run_command
 from safetensors.torch import load_file, save_file
 
 SECRETS = {
@@ -47,9 +47,7 @@ class Malicious:
 
 
 def run(task, *words, **environment) -> subprocess.CompletedProcess:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
-    return warm.run([*LORASHARD, *map(str, words)], env=env, capture_output=True, text=True, timeout=180)
+    return run_command([*LORASHARD, *map(str, words)], task, timeout_s=180, **environment)
 
 
 def refuse(task, *words) -> str:
