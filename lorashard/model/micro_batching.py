@@ -62,7 +62,7 @@ def split_layers(layers: Sequence[nn.Module], size: int) -> None:
             )
     extend_classes(checkpointing_calls, lambda _: {"__call__": nn.Module.__call__})
     for layer in layers:
-        layer.forward = _SplitForward(layer, size, starts, any(layer is other for other in checkpointing_calls))
+        layer.forward = _SplitForward(layer, size, starts, layer in checkpointing_calls)
 
 
 def _checkpoints_call(layer_class: type[nn.Module]) -> bool:
