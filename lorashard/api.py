@@ -21,7 +21,7 @@ from .config.placement import (
     resolve_placement,
 )
 from .config.quantization_options import Quantization as Quantization
-from .config.quantization_options import read_quantization
+from .config.quantization_options import check_compiling, read_quantization
 from .engine import HostCopies, Stats
 from .errors import ConfigError
 from .export.derived import derive
@@ -31,7 +31,7 @@ from .model.added_adapters import follow_added_adapters, share_adapters
 from .model.autocasting import warn_of_autocast
 from .model.backward import end_backward_at_adapters
 from .model.checkpointing import checkpoint_some
-from .model.compiling import compile_layers, read_compile_options, refuse_quantized
+from .model.compiling import compile_layers, read_compile_options
 from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
 from .model.loading import load_sharded
@@ -324,7 +324,7 @@ def _finish(
 ) -> PeftModel:
     if compiling is not None:
         base = base_of(model)
-        refuse_quantized(base.quantization if base else None)  # files that are quantized already
+        check_compiling(base.quantization if base else None)  # files that are quantized already
         compile_layers(find_layers(model), compiling)
     if resolved.layer_microbatch_size is not None:
         split_layers(find_layers(model), resolved.layer_microbatch_size)

@@ -132,6 +132,6 @@ def _parameters_at(layer: nn.Module, dotted_name: str) -> set[nn.Parameter]:
 
 
 def base_test(model: nn.Module) -> Callable[[nn.Parameter], bool]:
-    """Return a function that says whether a parameter of `model` belongs to its frozen base."""
+    """Return a function: whether a parameter of `model` belongs to its frozen base."""
     adapter = find_adapter_parameters(model)
     return lambda parameter: isinstance(parameter, Placeholder) or parameter not in adapter

@@ -55,4 +55,4 @@ def _switch(
     if enable:
         chosen = spread(layers, num_layers)
         for layer in layers:
-            layer.gradient_checkpointing = any(layer is one for one in chosen)  # type: ignore[assignment]
+            layer.gradient_checkpointing = layer in chosen  # type: ignore[assignment]

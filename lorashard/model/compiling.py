@@ -45,7 +45,9 @@ def read_compile_options(
     """
     if torch_compile is False:
         return None
-    refuse_quantized(quantization)
+    # Dynamo cannot pass a `QuantizedWeight` on to an operation, so that each linear layer would end a graph; where it
+    # leaves the unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
+    check_compiling(quantization)
     options = {} if torch_compile is True else dict(torch_compile)
     has_cuda_graphs = options.get("mode") in _CUDA_GRAPH_MODES or (options.get("options") or {}).get(
         "triton.cudagraphs"
@@ -64,18 +66,6 @@ def read_compile_options(
     if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
         _check_cpp_compiler()
     return options
-
-
-def refuse_quantized(quantization: Quantization | None) -> None:
-    """Refuse to compile layers whose weights are quantized.
-
-    Dynamo cannot pass a `QuantizedWeight` on to an operation, so that each linear layer would end a graph; where it
-    leaves the unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    check_compiling(quantization)
 
 
 def _nothing() -> None:
@@ -131,7 +121,7 @@ def _compile_forward(options: Mapping[str, Any], original: type[nn.Module]) -> d
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Cache) for value in itertools.chain(args, kwargs.values())):
-            # A cache indexed by the layer's number, growing by each token, is another graph each time.
+            # A cache that is indexed by layer, and grows with each token, needs another graph each time.
             if torch.is_grad_enabled():
                 warnings.warn(
                     "torch_compile: layers that fill a key-value cache run uncompiled; train with use_cache=False",

@@ -2,7 +2,7 @@
 
 Note [Who reads the embeddings]
     PEFT saves them where the vocabulary is not that of the base's config. Trainer saves on rank 0 alone, where nothing
-    may be gathered: so each rank keeps a copy on its host from when the base is sharded, and has them unsharded anyway.
+    may be gathered: so each rank copies them to its host when the base is sharded, while it has them all anyway.
     Where a script asks for embeddings that are the base's own (`save_embedding_layers=True`) they are gathered; where
     not all ranks ask, they all raise an error.
 """
@@ -95,9 +95,9 @@ class Embeddings:
         """Return where the engine has each weight, by the names in the model: adding an adapter changes them."""
         modules = _find_modules(self._model)
         places = {
-            (owner.module, owner.attribute): (unit, number)
+            (owner.module, owner.attribute): (unit, index)
             for unit in self._engine.units
-            for number, weight in enumerate(unit.weights)
+            for index, weight in enumerate(unit.weights)
             for owner in weight.owners
             if owner.module in modules
         }
@@ -112,10 +112,10 @@ class Embeddings:
         """Return the values by name: from the copies if there are any, else gathered, which is then collective."""
         found = self.find()
         values: dict[tuple[Unit, int], torch.Tensor] = {}
-        for unit, number in found.values():
-            name = unit.weights[number].placeholder.full_name
+        for unit, index in found.values():
+            name = unit.weights[index].placeholder.full_name
             if name in self._copies:
-                values[unit, number] = self._copies[name]
+                values[unit, index] = self._copies[name]
         rest = [place for place in dict.fromkeys(found.values()) if place not in values]  # a tied one once
         values |= zip(rest, self._engine.read(rest), strict=True)
         return {name: values[place].clone() for name, place in found.items()}  # safetensors refuses shared memory
@@ -128,10 +128,10 @@ class Embeddings:
         """
         found = self.find()
         there = {place for name, place in found.items() if prefix + name in state}  # a tied one under any of its names
-        for name, (unit, number) in found.items():
+        for name, (unit, index) in found.items():
             if prefix + name not in state:
                 continue
-            value, weight = state[prefix + name], unit.weights[number]
+            value, weight = state[prefix + name], unit.weights[index]
             if weight.format is not None:
                 raise CheckpointError(
                     expected="embeddings that are not quantized, to read those of a resized vocabulary into them",
@@ -139,14 +139,14 @@ class Embeddings:
                     fix="leave include_input_output_embeddings (has_vocabulary) off",
                 )
             if value.shape == weight.placeholder.shape:
-                self._write(unit, number, state.pop(prefix + name))
+                self._write(unit, index, state.pop(prefix + name))
         return [prefix + name for name, place in found.items() if place not in there]
 
-    def _write(self, unit: Unit, number: int, value: torch.Tensor) -> None:
-        name = unit.weights[number].placeholder.full_name
+    def _write(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        name = unit.weights[index].placeholder.full_name
         if name in self._copies:
             self._copies[name] = value.detach().to("cpu", self._copies[name].dtype, copy=True)
-        self._engine.write(unit, number, value)
+        self._engine.write(unit, index, value)
 
 
 def put_saved_embeddings(model: PreTrainedModel, folder: Path, device: torch.device) -> dict[str, nn.Parameter]:

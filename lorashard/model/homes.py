@@ -1,4 +1,4 @@
-"""Give each unit of a model the home that its placement says, filled from where the base comes from."""
+"""Give each unit of a model the home that its placement says, filled from its source."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from ..weights.mapped import MappedFiles
 from ..weights.weights import BaseWeights
 from .converted import FOR_FILE, FOR_RESTARTS, ConvertedUnits, Purpose, hash_content
 from .sources import CheckpointSource, MemorySource, fill_shard, plan_unit
-from .units import LAYER, WHOLE, FoundUnit, FoundWeight, Structure, spread
+from .units import LAYER, WHOLE, FoundUnit, Structure, spread
 
 MakeHome = Callable[[FoundUnit], Home]
+# Of a part of a weight: stretches of files (file, first byte, number of bytes), or its bytes.
+Place = list[tuple[Path, int, int]] | torch.Tensor
 
 # torch's own allocator aligns to this.
 _TORCH_ALIGNMENT_BYTES = 64
@@ -63,7 +65,7 @@ def choose_homes(
     purpose = FOR_FILE if is_file else FOR_RESTARTS if cache_quantized else None
     quantized = _find_quantized(structure, weights, identity, device, purpose, progress)
     if is_file:
-        return FileHomes(structure, weights, device, resident, quantized, identity, progress)
+        return _use_files(structure, weights, device, resident, quantized, identity, progress)
     is_on_host, source = placement.placement == "host", CheckpointSource(weights)
     return ShardedHomes(is_on_host, group, device, source, resident, HostCopies(device), quantized)
 
@@ -150,8 +152,16 @@ def _has_new(unit: FoundUnit) -> bool:
     return not all(isinstance(weight.parameter, Placeholder) for weight in unit.weights)
 
 
-class FileHomes:
-    """Makes homes in the checkpoint's own files, and in a cache for units that these hold in another dtype or form.
+def _use_files(
+    structure: Structure,
+    weights: BaseWeights,
+    device: torch.device,
+    resident: Sequence[FoundUnit],
+    quantized: ConvertedUnits | None,
+    identity: BaseIdentity | None,
+    progress: Progress | None,
+) -> MakeHome:
+    """Return what makes homes in the checkpoint's own files, and in a cache for units that these hold in another form.
 
     Note [Bits and alignment]
         MKL's products of float32 and float64 matrices add in another order where a matrix is not aligned as torch's
@@ -161,78 +171,52 @@ class FileHomes:
     Memory: none, but for resident units (on a CPU mapped pages are as good), units with weights that are in no file,
         and one unit while the cache is made.
     """
+    source, files, copies = CheckpointSource(weights), MappedFiles(), HostCopies(device)
+    in_memory = [*(resident if device.type != "cpu" else ()), *filter(_has_new, structure.units)]
+    make_in_memory = ShardedHomes(False, ShardGroup(), device, source, in_memory, copies, quantized)
+    caches = [] if quantized is None else [quantized]
+    stored = [unit for unit in structure.units if unit not in in_memory and not (quantized and quantized.find(unit))]
+    places = {unit: _find_places(unit, weights, source, device) for unit in stored}
+    unsuitable = [unit for unit, found in places.items() if found is None]
+    if unsuitable:
+        caches.append(ConvertedUnits(unsuitable, source, hash_content(weights.files, identity)))
+        caches[-1].make(device, FOR_FILE, progress)
 
-    def __init__(
-        self,
-        structure: Structure,
-        weights: BaseWeights,
-        device: torch.device,
-        resident: Sequence[FoundUnit],
-        quantized: ConvertedUnits | None,
-        identity: BaseIdentity | None,
-        progress: Progress | None,
-    ) -> None:
-        self._weights = weights
-        self._device = device
-        self._files = MappedFiles()
-        self._copies = HostCopies(device)
-        self._source = CheckpointSource(weights)
-        self._in_memory = [
-            *(resident if device.type != "cpu" else ()),
-            *(unit for unit in structure.units if _has_new(unit)),
-        ]
-        self._make_in_memory = ShardedHomes(
-            False, ShardGroup(), device, self._source, self._in_memory, self._copies, quantized
-        )
-        unsuitable = [
-            unit
-            for unit in structure.units
-            if unit not in self._in_memory
-            and not (quantized and quantized.find(unit))
-            and not all(map(self._is_suitable, unit.weights))
-        ]
-        self._converted = [quantized] if quantized is not None else []
-        if unsuitable:
-            converted = ConvertedUnits(unsuitable, self._source, hash_content(weights.files, identity))
-            converted.make(device, FOR_FILE, progress)
-            self._converted.append(converted)
-
-    def _find_part(self, weight: FoundWeight, part: int) -> list[tuple[Path, int, int]] | torch.Tensor | None:
-        """Return the ranges of files that hold a part of a weight, or its bytes; None if they are in no file."""
-        if weight.quantizer is None:
-            return self._weights.find_stretches(weight.name)
-        return self._weights.find_part_stretches(weight.name, part) if self._source.has_parts(weight) else None
-
-    def _is_suitable(self, weight: FoundWeight) -> bool:
-        """Return whether a weight can be used, or copied, from its place in the file."""
-        return all(
-            self._is_aligned(self._find_part(weight, number), _find_alignment(weight, part.dtype))
-            for number, part in enumerate(weight.parts())
-        )
-
-    def _is_aligned(self, found: list[tuple[Path, int, int]] | torch.Tensor | None, alignment: int) -> bool:
-        if not isinstance(found, list) or self._device.type != "cpu":
-            return found is not None
-        return len(found) == 1 and found[0][1] % alignment == 0
-
-    def _map(self, weight: FoundWeight, part: int) -> list[torch.Tensor]:
-        found = self._find_part(weight, part)
-        assert found is not None
-        return [found] if isinstance(found, torch.Tensor) else [self._files.view(*stretch) for stretch in found]
-
-    def __call__(self, unit: FoundUnit) -> Home:
-        if unit in self._in_memory:
-            return self._make_in_memory(unit)
+    def make(unit: FoundUnit) -> Home:
+        if unit in in_memory:
+            return make_in_memory(unit)
         layout = plan_unit(unit, 1)
-        file = next((file for converted in self._converted if (file := converted.find(unit))), None)
+        file = next((file for cache in caches if (file := cache.find(unit))), None)
         if file is not None:
-            pieces = [[self._files.view(file, field.begin_byte, field.num_bytes)] for field in layout.fields]
+            pieces = [[files.view(file, field.begin_byte, field.num_bytes)] for field in layout.fields]
         else:
-            pieces = [self._map(weight, number) for weight in unit.weights for number in range(len(weight.parts()))]
-        return FileHome(layout, pieces, self._device, self._copies)
+            pieces = [
+                [place] if isinstance(place, torch.Tensor) else [files.view(*stretch) for stretch in place]
+                for place in places[unit] or ()
+            ]
+        return FileHome(layout, pieces, device, copies)
+
+    return make
 
 
-def _find_alignment(weight: FoundWeight, dtype: torch.dtype) -> int:
-    """Return the alignment that a part of a weight needs to be used in place; quantized ones are not given to MKL."""
-    is_computed_with = weight.quantizer is None and dtype.itemsize > 2
-    return _TORCH_ALIGNMENT_BYTES if is_computed_with else dtype.itemsize
+def _find_places(
+    unit: FoundUnit, weights: BaseWeights, source: CheckpointSource, device: torch.device
+) -> list[Place] | None:
+    """Return where the parts of a unit's weights can be used, or copied, in place; None where one cannot."""
+    found: list[Place] = []
+    for weight in unit.weights:
+        for index, part in enumerate(weight.parts()):
+            place: Place | None
+            if weight.quantizer is None:
+                place = weights.find_stretches(weight.name)
+            else:
+                place = weights.find_part_stretches(weight.name, index) if source.has_parts(weight) else None
+            if place is None:
+                return None
+            if isinstance(place, list) and device.type == "cpu":
+                is_for_mkl = weight.quantizer is None and part.dtype.itemsize > 2
+                alignment = _TORCH_ALIGNMENT_BYTES if is_for_mkl else part.dtype.itemsize
+                if len(place) != 1 or place[0][1] % alignment:
+                    return None
+            found.append(place)
+    return found

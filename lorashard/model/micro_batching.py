@@ -62,11 +62,11 @@ def split_layers(layers: Sequence[nn.Module], size: int) -> None:
             )
     extend_classes(checkpointing_calls, lambda _: {"__call__": nn.Module.__call__})
     for layer in layers:
-        layer.forward = _SplitForward(layer, size, starts, any(layer is other for other in checkpointing_calls))
+        layer.forward = _SplitForward(layer, size, starts, layer in checkpointing_calls)
 
 
 def _checkpoints_call(layer_class: type[nn.Module]) -> bool:
-    """Return whether transformers checkpoints a layer's whole call, hooks included, as it did before 5.20."""
+    """Return whether transformers checkpoints a layer's call, hooks included, as it did before 5.20."""
     own_call = GradientCheckpointingLayer.__call__
     return layer_class.__call__ is own_call and own_call is not nn.Module.__call__
 

@@ -40,7 +40,7 @@ _UNDO_ATTRIBUTE = "_lorashard_undo"
 def extend_classes(modules: Iterable[nn.Module], make_members: Callable[[Any], dict[str, Any]]) -> Callable[[], None]:
     """Give each module a subclass of its class, with more members and the same name.
 
-    Modules of one class get one subclass: torch.compile's guards tell classes apart.
+    Modules of one class get one subclass: torch.compile's guards distinguish classes.
 
     Args:
         make_members: returns the members for the subclass of a class.

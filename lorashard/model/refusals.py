@@ -20,7 +20,7 @@ from .patches import on_release, wrap_method
 from .stacks import unwrap
 
 _KINDS = {
-    "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
+    "SHADOW": "it wraps decoder layers, which are what lorashard gathers, and runs a second model beside them",
     "XLORA": "it runs the model a second time inside its own forward, while units of the first are in use",
 }
 _OPTIONS = {
@@ -29,7 +29,7 @@ _OPTIONS = {
     "model has none",
 }
 
-# What Python asks a model for, by the hook that it calls: what happened, and what to do instead.
+# By Python's hook for it: what happened, and what to do instead.
 _HOOKS = {
     "__deepcopy__": (
         "copy.deepcopy would copy the model with its base, which is shared and read-only",
@@ -162,7 +162,7 @@ def _refuse_merging(name: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def refuse_changes(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
-    """Let calls that would cast, resize, copy or pickle the base raise ShardError, which says what to do instead.
+    """Let calls that would cast, resize, copy or pickle the base raise ShardError, which names what to do instead.
 
     Without that an operation of torch is refused, deep inside the call. What changes nothing works, and so does
     everything on a base that has been released (`patches.release`).
@@ -190,7 +190,7 @@ def _apply(
     *args: Any,
     **kwargs: Any,
 ) -> nn.Module:
-    """Stand for `_apply`, through which torch casts and moves modules: `half`, `to`, `type` and others."""
+    """Replace `_apply`, through which torch casts and moves modules: `half`, `to`, `type` and others."""
     for dtype in dtypes:
         cast = function(torch.empty(0, dtype=dtype)).dtype
         if cast != dtype:

@@ -135,7 +135,7 @@ def choose_quantization(folder: Path, asked: str | Quantization | None) -> Quant
     meant = read_quantization(asked)
     if meant != trained_on and dist.get_rank() == 0:
         _logger.warning(
-            "%s was trained on its base %s, and is loaded on it %s, as quantization says: its answers may differ",
+            "%s was trained on its base %s, and is loaded on it %s, by the option quantization: its answers may differ",
             folder,
             describe_quantization(trained_on),
             describe_quantization(meant),

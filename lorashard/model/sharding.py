@@ -62,8 +62,8 @@ def shard_structure(
     """Give every unit of `structure` a home, and let an engine run `model`.
 
     Args:
-        make_home: makes and fills the home of a unit; asked for one after another.
-        group: the ranks that units are sharded over; they compare where they stand.
+        make_home: makes and fills the home of a unit; called for one after another.
+        group: the ranks that units are sharded over; they compare their passes.
         has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
         progress: called with how many "units" have a home, of how many.
 
@@ -128,7 +128,7 @@ def engine_of(model: torch.nn.Module) -> Engine:
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
     """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base.
 
-    DDP takes the names from an attribute. Here they are found when it asks, since adding an adapter changes them; what
+    DDP takes the names from an attribute. Here they are found on each read, since adding an adapter changes them; what
     a script assigns to it, as TRL's `dpo --ignore_bias_buffers` does, is ignored as well as the base, not instead.
     """
 

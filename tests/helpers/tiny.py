@@ -68,6 +68,15 @@ def build_model(
     return model.train()
 
 
+def fill_adapter(model: PeftModel) -> PeftModel:
+    """Draw all that trains, so that every gradient counts, and return the model in training mode."""
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
 def set_checkpointing(model: PeftModel, checkpointing: str) -> None:
     """Switch activation checkpointing on, as transformers does or, for `around-call`, as it did before 5.20."""
     if checkpointing == "off":

@@ -209,6 +209,15 @@ def test_tests_share_helpers_alone_and_lie_in_folders() -> None:
     )
 
 
+def test_what_is_patched_on_models_is_in_one_table() -> None:
+    """A method that is replaced somewhere in the package, which whoever wonders about it has to search for."""
+    folder = ROOT / "lorashard/model"
+    table = (folder / "patches.py").read_text(encoding="utf-8").partition('"""\n\n')[0]
+    patching = re.compile(r"(?<!def )(?:wrap_method|extend_classes)\(|\.(?:__class__|forward) = ")
+    files = {path.name for path in folder.glob("*.py") if patching.search(path.read_text(encoding="utf-8"))}
+    assert files - {"patches.py"} == set(re.findall(r"`(\w+\.py)` \|", table))
+
+
 def test_each_promise_names_a_test_that_exists() -> None:
     """A promise whose test was renamed or deleted is kept by nobody."""
     documents = [(ROOT / "docs" / name).read_text() for name in ("reliability.md", "ui.md")]

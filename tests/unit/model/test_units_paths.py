@@ -1,4 +1,4 @@
-"""How units are found in models of any structure, and how a person names them."""
+"""How units are found in models of any structure, and how the user names them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lorashard.config.placement import PlacementOptions, resolve_placement
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.adapters import base_test
 from lorashard.model.homes import choose_resident
@@ -56,7 +55,7 @@ def weights_of(structure: Structure, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("keeping", ("pairs", "sequence", "dict"))
 def test_layers_are_found_in_any_container(keeping):
-    """A list of lists is never called itself, so that hooks on it would never run, and its weights never be whole."""
+    """A list of lists is never called: hooks on it would never run, and its weights never be unsharded."""
     structure = find(build_odd(keeping))
     assert names_of(structure, LAYER) == [f"layers.{i}" for i in range(NUM_BLOCKS)]
     assert [unit for unit in structure.units if unit.kind == LAYER][1].weights[0].name.endswith("norm.weight")
@@ -65,7 +64,7 @@ def test_layers_are_found_in_any_container(keeping):
     assert weights_of(structure, EMBEDDING) == ["embed.weight"]
 
 
-def test_a_weight_on_the_module_that_is_the_whole_forward_stays_whole():
+def test_a_weight_of_the_model_itself_is_resident():
     """No hook tells when such a weight is read, between other modules."""
     structure = find(build_odd("sequence"))
     assert weights_of(structure, WHOLE) == ["scale"]
@@ -82,7 +81,7 @@ def test_weights_that_layers_share_are_entered_in_each():
 
 
 def test_a_tied_head_takes_all_of_the_embedding():
-    """Two vocabulary-sized units that take turns in one slot: one more gather a step, and none whole at the end."""
+    """Two vocabulary-sized units that take turns in one slot: one more gather per step."""
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=32)
     structure = find(adapt(GPT2LMHeadModel(config)))
     assert weights_of(structure, EMBEDDING) == []
@@ -136,7 +135,7 @@ def test_an_encoder_is_another_tower():
 
 
 def test_layers_that_are_not_found_are_named():
-    """A model that cannot be sharded although a person could tell where its layers are."""
+    """A model that cannot be sharded although the user knows where its layers are."""
     model = build_odd("attributes")
     with pytest.raises(CheckpointError) as caught:
         find(model)
@@ -186,12 +185,6 @@ def test_wrong_unit_paths_are_explained(unit_paths, names):
     with pytest.raises(ConfigError) as caught:
         name_units(build_model(), unit_paths)
     assert caught.value.option == "unit_paths" and all(name in str(caught.value) for name in names)
-
-
-def test_unit_paths_reach_the_resolved_placement():
-    """An option that is read and then forgotten."""
-    options = PlacementOptions(placement="shard", unit_paths=["block_*"])
-    assert resolve_placement(options, 2, None).unit_paths == ["block_*"]
 
 
 def test_a_model_of_another_kind_is_refused():
