@@ -21,7 +21,7 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     """Return how many visits lie between the one at `position` and the next one at `target`.
 
     A forward visits 0 .. num_visits - 1, a backward the same in reverse. The unit whose next visit lies farthest ahead
-    is the one to evict (L. Belady, "A study of replacement algorithms", 1966): the order is known, so the optimal
+    is the one to reshard (L. Belady, "A study of replacement algorithms", 1966): the order is known, so the optimal
     choice is too, and every rank makes the same one.
     """
     if direction is Direction.BACKWARD:
@@ -43,7 +43,7 @@ def choose_slot(
 ) -> int | None:
     """Return which of a class's slots to fill next, or None if all are in use.
 
-    A free slot is taken first; otherwise the owner whose next visit lies farthest ahead is evicted. Ties go to the
+    A free slot is taken first; otherwise the owner whose next visit lies farthest ahead is resharded. Ties go to the
     first: all ranks must choose alike.
 
     Args:

@@ -15,8 +15,8 @@ from ..config.quantization_options import Quantization
 from ..engine import Layout
 from ..model.adapters import base_test, inject
 from ..model.embeddings import put_saved_embeddings
-from ..model.loading import build_skeleton
 from ..model.quantizing import quantize_structure
+from ..model.skeleton import build_skeleton
 from ..model.sources import plan_unit
 from ..model.units import LAYER, FoundUnit, find_structure, size_class
 from ..weights.hub import explain_hub_errors

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..config.quantization_options import Quantization
 from ..errors import ConfigError
 from ..model.adapters import base_test
-from ..model.layer_major import split_layers
+from ..model.micro_batching import split_layers
 from ..model.quantizing import quantize_structure
 from ..model.stacks import find_decoder_stack
 from ..model.units import find_structure

@@ -35,8 +35,8 @@ from transformers import PreTrainedModel
 import lorashard
 from lorashard.config.placement import ResolvedPlacement, read_placement, resolve_placement
 from lorashard.config.quantization_options import Quantization
-from lorashard.engine import Packed, Placeholder
-from lorashard.model.layer_major import split_layers
+from lorashard.engine import FrozenWeight
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.activations import Activations
 from lorashard.planning.costs import Row, Workload, compute_row
@@ -328,7 +328,7 @@ def list_storages() -> dict[int, int]:
     """Return {address: bytes} of every storage that a reachable tensor holds."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, (Placeholder, Packed))]
+    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, FrozenWeight)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
@@ -434,8 +434,8 @@ def check_unpacked(rank: int) -> dict[str, Any]:
     model.zero_grad()
     engine = lorashard.api.engine_of(model)
     allowed = {slot.address for slot in engine.pool} | {unit.home.shard.data_ptr() for unit in engine.units}
-    workspaces = [unit.workspace.take(0, (1,), torch.uint8, torch.device("cpu")) for unit in engine.units]
-    allowed |= {memory.untyped_storage().data_ptr() for memory in workspaces}
+    workspaces = {weight.format.workspace for unit in engine.units for weight in unit.weights if weight.format}
+    allowed |= {w.take(0, (1,), torch.uint8, torch.device("cpu")).untyped_storage().data_ptr() for w in workspaces}
     smallest = 64 * 128  # k_proj, in 8 bits
     others = {a: n for a, n in list_storages().items() if a not in before and a not in allowed and n >= smallest}
     return {"kept": kept, "others": others}

@@ -108,13 +108,13 @@ def test_words_of_every_option_read_back():
         ("sample_prompts", "[" * 3000, "sample_prompts"),
         (NAME, "../up", "name of a"),
         (NAME, "a/b", "name of a"),
-        (MORE, "warmup_ratio: 0.1", "line 1): give the ratio"),
-        (MORE, "\nlogging_steps: often", "(more options, line 2)"),
+        (MORE, "warmup_ratio: 0.1", "give the ratio"),
+        (MORE, "\nlogging_steps: often", "more options, line 2: logging_steps"),
         (MORE, "a: [", "more options, line 1: not valid YAML"),
         (MORE, "- a", "expected lines of `option: value`"),
         (MORE, "lora_rank: 8", "of its own"),
         (MORE, "output_dir: /tmp/x", "output_dir"),
-        (MORE, "epochs: 2\nnum_epochs: 3", "is given twice"),
+        (MORE, "epochs: 2\nnum_epochs: 3", "given twice"),
         (MORE, "deepspeed: x.json", "deepspeed"),
         (MORE, "hub_token: hf_x", "hub_token"),
         (MORE, "accelerator_config: /etc/passwd", "lies outside"),
@@ -137,7 +137,7 @@ def test_mistakes_of_several_fields_are_all_told(read):
         "packing",
     }
     assert "CPU ranks" in read(gpus="0,", cpu="2").problems["gpus"]
-    assert "ask for int8 and nf4" in read(quantization="int8", more="load_in_4bit: true").problems["quantization"]
+    assert "int8 and nf4" in read(quantization="int8", more="load_in_4bit: true").problems["quantization"]
     assert "eval_dataset" in read(more="eval_strategy: epoch").problems[""]
     empty = read(model_name_or_path="", dataset=" ")
     assert empty.missing == ("model_name_or_path", "dataset") and empty.problems == {}
