@@ -90,7 +90,6 @@ _SECRET_NAME = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|AUTH|PAT$"
 # What precedes the host of an address, with or without `https://`; its query; and tokens anywhere.
 _SECRET_VALUE = re.compile(r"(?:(?<=//)|(?<!\S))(?!\w*://)\S+(?=@)|(?<=\?)\S+|\b(?:hf|ghp|gho|sk)[_-]\w{8,}")
 _COMMAND_TIMEOUT_S = 10
-_GIB = 2**30
 
 Section = dict[str, Any]
 
@@ -231,7 +230,7 @@ def _describe_lorashard() -> Section:
 
 
 def _read_commit() -> str:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return "not from a checkout"
     commit = _run("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")

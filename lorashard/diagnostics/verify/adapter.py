@@ -52,7 +52,6 @@ class _Subject:
     config: PeftConfig
     base: str
     base_folder: Path
-    revision: str | None
     vocab_size: int
 
 
@@ -135,7 +134,7 @@ def _describe(options: VerifyOptions) -> _Subject:
     base, revision = find_base(folder, config, options.base, options.model_revision)
     base_folder = resolve_folder(base, revision)
     text = read_model_config(base_folder, options.trust_remote_code).get_text_config()
-    return _Subject(folder, config, base, base_folder, revision, text.vocab_size)
+    return _Subject(folder, config, base, base_folder, text.vocab_size)
 
 
 def _check_keys(subject: _Subject, options: VerifyOptions) -> Check:
