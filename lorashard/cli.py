@@ -227,9 +227,9 @@ def _merge(ctx: typer.Context) -> int:
 
     exit_code = run_command(options, ["merge", *ctx.args], work)
     if exit_code:  # ranks that were killed could not clear up
-        from .export.staging import remove_partial
+        from .runtime.atomic_folder import remove_abandoned
 
-        remove_partial(Path(options.out))
+        remove_abandoned(Path(options.out).resolve())
     return exit_code
 
 

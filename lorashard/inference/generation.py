@@ -27,6 +27,7 @@ from ..model.sharding import engine_of
 from ..model.units import LAYER
 from ..planning.batches import count_row_bytes, plan_batches
 from ..planning.probe import measure_free_bytes
+from ..runs.events import describe_event
 from ..runtime import dist
 from ..runtime.disk import PatientFiles, cut_lines, describe_fault, replace_text
 from ..runtime.launch_env import read_launcher_env
@@ -262,7 +263,7 @@ class SampleCallback(TrainerCallback):
         self._tokenizer = tokenizer
         self._prompts = list(prompts)
         self._path = folder / "samples.jsonl"
-        self._files = PatientFiles(lambda line: say(0, line))
+        self._files = PatientFiles(lambda kind, **fields: say(0, describe_event(kind, fields)))
         self._token_ids = []
         for number, prompt in enumerate(prompts, 1):
             place = f"sample_prompts: prompt {number}"

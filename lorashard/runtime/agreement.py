@@ -1,4 +1,4 @@
-"""What one rank does, all ranks know of: none waits in a collective for one that has given up."""
+"""All ranks learn whether what one of them did has failed: none waits in a collective for one that has given up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def raise_on_all_ranks(action: Callable[[], T], on_rank: int | None = None) -> T
 
     Ranks: collective over all ranks.
     """
-    result, failure = None, None
+    result: T | None = None
+    failure: Exception | None = None
     if on_rank in (None, dist.get_rank()):
         try:
             result = action()
@@ -44,5 +45,5 @@ def raise_on_all_ranks(action: Callable[[], T], on_rank: int | None = None) -> T
             text, fault = of_rank
             if fault is not None:  # every rank raises the same, whichever is heard first
                 raise OSError(fault, os.strerror(fault))
-            raise CheckpointError(f"rank {rank} failed: {text}")
+            raise CheckpointError(f"failed: {text}", where=f"rank {rank}")
     return result

@@ -108,12 +108,12 @@ def _start_ranks(
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
     if failure is not None:
-        failure.tell()
+        failure.report()
     found = []
     if result_file.is_file():
         found = [Check(**check) for check in json.loads(result_file.read_text(encoding="utf-8"))["checks"]]
     if failure is not None and not failure.is_stop and not has_failed(found):  # the rank died without a report
-        found.append(Check.failed("ranks", failure.message.removeprefix("error: "), "see its log"))
+        found.append(Check.failed("ranks", failure.message, "see its log"))
     return found, failure
 
 

@@ -19,8 +19,9 @@ from ...config.use_options import VerifyOptions
 from ...errors import CheckpointError, ConfigError, UserError
 from ...inference.load import check_is_causal, load_for_use
 from ...model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
-from ...model.loading import build_skeleton, load_sharded
+from ...model.loading import load_sharded
 from ...model.saved import CONFIG_NAME, choose_quantization, find_adapter, find_base, read_config, restore
+from ...model.skeleton import build_skeleton
 from ...planning.auto import BaseModel
 from ...planning.inference import plan_inference
 from ...planning.size import build_meta_model

@@ -18,8 +18,9 @@ from ...config.quantization_options import describe_quantization, read_quantizat
 from ...config.use_options import VerifyOptions
 from ...export.quantized_base import dequantize_model
 from ...model.checkpointing import checkpoint_some
-from ...model.layer_major import split_layers
-from ...model.loading import choose_auto_class, load_sharded
+from ...model.loading import load_sharded
+from ...model.micro_batching import split_layers
+from ...model.skeleton import choose_auto_class
 from ...model.stacks import find_layers, name_units
 from ...planning.auto import BaseModel
 from ...planning.trace import Microbatch

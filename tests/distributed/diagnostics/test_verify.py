@@ -34,7 +34,7 @@ from lorashard.diagnostics.verify.rows import compute_logits
 from lorashard.engine import DeviceHome
 from lorashard.errors import CheckpointError, ConfigError, LorashardError, VerificationError
 from lorashard.runtime.output import RESULT_FILE_VARIABLE
-from lorashard.weights.fingerprint import BaseIdentity, sign_adapter
+from lorashard.weights.fingerprint import ADAPTER_NAME, BaseIdentity, describe_base
 from lorashard.weights.first_layers import cut_config, first_layers
 
 GIB = 2**30
@@ -52,7 +52,8 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, std: float = 0.03) -> 
             if parameter.requires_grad:
                 parameter.normal_(std=std)
     model.save_pretrained(folder)
-    sign_adapter(folder, BaseIdentity.of(list(base.glob("*.safetensors"))))
+    file, identity = folder / ADAPTER_NAME, BaseIdentity.of(list(base.glob("*.safetensors")))
+    save_file(load_file(file), file, describe_base(identity))
     return model
 
 
