@@ -1,4 +1,4 @@
-"""Secrets, malicious files and broken ones, as a person meets them: real commands, real processes, real files."""
+"""Secrets, malicious files and broken ones, as a user meets them: real commands, real processes, real files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARK = b"RecognisableSecret"
 
 
 class Malicious:
-    """A pickle of it creates `mark` when it is loaded without care."""
+    """Its pickle creates `mark` when it is loaded without `weights_only`."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -83,7 +83,7 @@ def test_no_secret_of_the_environment_is_written_or_shown(task, trained):
 
 
 def test_no_secret_is_shown_where_something_fails(task):
-    """Reports for a bug tracker and tracebacks are where tokens get out."""
+    """Bug reports and tracebacks are where tokens leak."""
     assert not find_secrets(run(task, "env", **SECRETS))
     assert not find_secrets(run(task, "env", "--json", **SECRETS))
     options = make_options(task, "failing", cpu=1)
@@ -111,7 +111,7 @@ def test_no_secret_is_shown_where_something_fails(task):
 
 
 def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):
-    """A traceback of each rank, in place of a line that names the file."""
+    """A traceback from each rank instead of a line that names the file."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 5)
     line = refuse(task, "finetune", *make_options(task, "refused", cpu=2, model=model))
@@ -120,7 +120,7 @@ def test_a_broken_base_is_told_before_any_rank_starts(task, tmp_path):
 
 
 def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
-    """Its pickle runs when the run is resumed; or the person reads torch's advice on how to let it."""
+    """Its pickle runs when the run is resumed; or the user reads torch's advice on how to allow that."""
     mark = tmp_path / "mark"
     checkpoint = Path(shutil.copytree(task / "trained" / "checkpoint-1", tmp_path / "checkpoint-1"))
     (checkpoint / "manifest.json").unlink()
@@ -136,7 +136,7 @@ def test_a_malicious_checkpoint_runs_nothing(task, trained, tmp_path):
 
 
 def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained, tmp_path):
-    """As above, by every command that takes an adapter."""
+    """The same for every command that takes an adapter."""
     mark = tmp_path / "mark"
     adapter = Path(shutil.copytree(task / "trained" / "checkpoint-2", tmp_path / "adapter"))
     weights = adapter / "adapter_model.safetensors"
@@ -159,7 +159,7 @@ def test_a_malicious_adapter_runs_nothing_and_a_broken_one_is_told(task, trained
 
 
 def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_path):
-    """The same names, sizes and times, other numbers: the resumed run would train another model's adapter on."""
+    """The same names, sizes and times, other values: the resumed run would continue another model's adapter."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     weights = model / "model.safetensors"
     status = weights.stat()
@@ -175,7 +175,7 @@ def test_a_base_that_changed_since_the_checkpoint_is_told(task, trained, tmp_pat
 
 
 def test_code_of_a_model_is_named_and_not_run(task, tmp_path):
-    """A model that comes with code runs it on every rank, unasked."""
+    """A model that comes with code runs it on every rank without consent."""
     mark = tmp_path / "mark"
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     (model / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass T: pass\n")
@@ -188,7 +188,7 @@ def test_code_of_a_model_is_named_and_not_run(task, tmp_path):
 
 
 def test_a_link_out_of_a_base_reaches_no_merged_model(task, trained, tmp_path):
-    """The private file that the link leads to would be published with the model."""
+    """The private file that the link points to would be published with the model."""
     model = Path(shutil.copytree(task / "model", tmp_path / "model"))
     (tmp_path / "id_rsa").write_text("private")
     (model / "vocab.txt").symlink_to(tmp_path / "id_rsa")
