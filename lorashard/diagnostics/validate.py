@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants, get_safetensors_metadata, model_info
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-from transformers import PreTrainedConfig
 
 from ..config.data_options import DataOptions
 from ..config.initialization import is_derived
@@ -24,7 +23,7 @@ from ..runtime.disk import show_bytes
 from ..runtime.plugins import refuse_plugins
 from ..weights.hub import explain_hub_errors, resolve_folder
 from ..weights.safetensors_files import Checkpoint
-from ..weights.stored_formats import find_stored_format, settle_quantization
+from ..weights.stored_formats import settle_quantization
 
 
 def validate(config: RunConfig) -> Iterator[str]:
@@ -68,9 +67,10 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 
 def _describe_format(config: RunConfig) -> str | None:
     """Return the format that the base is trained in, where it is stored quantized or is to be quantized."""
+    from ..planning.size import find_stored
+
     name = config.model_name_or_path
-    values, _ = PreTrainedConfig.get_config_dict(name, revision=config.model_revision)
-    stored = find_stored_format(values, name)
+    stored = find_stored(name, config.model_revision)
     quantization = settle_quantization(stored, config.resolve_quantization(), name)
     if stored is None:
         return describe_quantization(quantization) if quantization else None
