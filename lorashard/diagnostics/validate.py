@@ -93,7 +93,7 @@ def _describe_adapter(config: RunConfig) -> str:
     if is_derived(config.init_lora_weights):
         check_derivable(model, make_lora(config.lora_options()))
         size = show_bytes(sum(p.nbytes for p in model.get_base_model().parameters() if not p.requires_grad))
-        derived = f"; {config.init_lora_weights} writes a derived base of {size} to {find_derived_dir()}"
+        derived = f"; {config.init_lora_weights} keeps a derived base of {size} in {find_derived_dir()}"
     num_parameters, num_layers = model.get_nb_trainable_parameters()[0], len(find_layers(model))
     return f"{num_parameters:,} trainable parameters; {num_layers} layers to shard{derived}"
 
