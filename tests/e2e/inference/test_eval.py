@@ -99,7 +99,7 @@ def measure_plainly(task: Path, is_base: bool) -> tuple[float, int, int]:
     ],
 )
 def test_results_are_plain_pefts_on_any_ranks(task, words):
-    """A tail that is counted twice, an adapter that is off, or another prompt than in training."""
+    """A tail that is counted twice, an adapter that is off, and another prompt than in training."""
     loss, num_tokens, num_exact = measure_plainly(task, is_base=False)
     assert 0 < num_exact < len(ASKED)
     found = measure(task, *words)
