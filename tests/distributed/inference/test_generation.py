@@ -202,7 +202,7 @@ def test_mistakes_are_found_before_any_rank_waits(task, tmp_path):
         ({"out": str(task / "prompts.jsonl")}, ConfigError, "prompts.jsonl"),
         ({"out": str(tmp_path / "nowhere" / "out")}, ConfigError, "nowhere"),
         ({"out": str(tmp_path)}, ConfigError, "is a folder"),
-        ({"as_chat": True}, DataError, "no chat template"),
+        ({"as_chat": True}, DataError, "as_chat"),
         ({"max_new_tokens": 1000}, DataError, "prompts.jsonl line 3.*1000.*128 positions"),
     ]
     for options, error, message in cases:
