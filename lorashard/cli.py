@@ -243,9 +243,9 @@ def _run_in_ranks(ctx: typer.Context) -> int:
 
     exit_code = run_command(ctx.info_name or "", options, work, is_interactive=ctx.info_name == "chat")
     if exit_code and ctx.info_name == "merge":  # ranks that were killed could not clear up
-        from .export.staging import remove_partial
+        from .runtime.atomic_folder import remove_abandoned
 
-        remove_partial(Path(options.out))
+        remove_abandoned(Path(options.out).resolve())
     return exit_code
 
 

@@ -123,9 +123,9 @@ def _match_format(
     if text_field != "text" and has(text_field):
         return text
     if has("messages"):
-        return DataFormat("messages", True, False, lambda row: _convert_conversation(row, "messages"))
+        return DataFormat("messages", True, False, lambda row: convert_conversation(row, "messages"))
     if has("conversations"):
-        return DataFormat("conversations", True, False, lambda row: _convert_conversation(row, "conversations"))
+        return DataFormat("conversations", True, False, lambda row: convert_conversation(row, "conversations"))
     if has("prompt", "completion"):
         if any(isinstance(row.get("prompt"), list) for row in rows):
             return DataFormat("prompt/completion messages", True, True, _convert_prompt_messages)
@@ -138,8 +138,16 @@ def _match_format(
     return text if has(text_field) else None
 
 
-def _convert_conversation(row: dict[str, Any], column: str) -> Example:
-    messages = _get_messages(row, column)
+def convert_conversation(row: dict[str, Any], column: str, is_prompt: bool = False) -> Example:
+    """Return the conversation of a row.
+
+    Args:
+        is_prompt: whether it is to be answered, and not trained on. The assistant may then have said nothing.
+
+    Raises:
+        BadRow: it is not a conversation, or has nothing to train on in one of the assistant's messages.
+    """
+    messages = _get_messages(row, column, is_prompt)
     system = _get_optional_text(row, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -232,16 +240,18 @@ def _get_template_kwargs(row: dict[str, Any]) -> dict[str, Any] | None:
     return template_kwargs
 
 
-def _get_messages(row: dict[str, Any], field: str) -> list[Message]:
+def _get_messages(row: dict[str, Any], field: str, may_be_silent: bool = False) -> list[Message]:
     items = get_field(row, field)
     if not isinstance(items, list):
         raise BadRow("wrong type", f"`{field}` must be a list of messages, found {name_type(items)}")
     if not items:
         raise BadRow("empty completion" if field == "completion" else "empty field", f"`{field}` holds no message")
-    return [_convert_message(item, f"`{field}` message {number}") for number, item in enumerate(items, 1)]
+    return [
+        _convert_message(item, f"`{field}` message {number}", may_be_silent) for number, item in enumerate(items, 1)
+    ]
 
 
-def _convert_message(item: Any, name: str) -> Message:
+def _convert_message(item: Any, name: str, may_be_silent: bool) -> Message:
     if not isinstance(item, dict):
         raise BadRow("wrong type", f"{name} must be an object with role and content, found {name_type(item)}")
     # Arrow gives each message the keys of all, and templates take null for a value: a null is a key that is not there.
@@ -261,10 +271,10 @@ def _convert_message(item: Any, name: str) -> Message:
         raise BadRow("unsupported field", f"{name} has weight {message['weight']!r}: every turn is supervised alike")
     if "content" in message:
         message["content"] = _convert_content(message["content"], name)
-    if role == "assistant":
-        if not (message.get("content", "").strip() or message.get("tool_calls")):
-            raise BadRow("empty completion", f"{name}, the assistant's, is empty")
-    elif "content" not in message:
+    is_call = role == "assistant" and bool(message.get("tool_calls"))
+    if role == "assistant" and not may_be_silent and not (message.get("content", "").strip() or is_call):
+        raise BadRow("empty completion", f"{name}, the assistant's, is empty")
+    if "content" not in message and not is_call:
         raise BadRow("missing field", f"{name} has no content")
     return message
 

@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config.data_options import DataOptions
 from ..config.methods import METHODS, Method
 from ..errors import DataError
+from ..runtime.atomic_folder import fill_atomically
 from ..runtime.launch_env import read_launcher_env
 from ..runtime.progress import Progress, told_progress
 from .encode import Encoding, encode_source
@@ -185,10 +185,7 @@ def _build(
     most = {"train": options.max_train_samples, "eval": options.max_eval_samples}
     counts = [source.count_rows(most[name]) for name, source in sources.items()]
     counter.expect(None if None in counts else sum(filter(None, counts)))
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
-    unfinished.mkdir()
-    try:
+    with fill_atomically(folder) as unfinished:
         for name, source in sources.items():
             if method.is_prepared_here:
                 report = _encode_split(unfinished, name, source, options, tokenizer, counter)
@@ -197,13 +194,6 @@ def _build(
             (unfinished / f"{name}.json").write_text(json.dumps(asdict(report), indent=1))
             if source.identify() != identities[name]:
                 raise DataError("changed while it was read", where=f"dataset {source.name!r}", fix="start again")
-        for file in unfinished.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle)  # a power failure must not keep the name and lose the contents
-        os.rename(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _encode_split(

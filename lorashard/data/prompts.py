@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError
 from .chat import ChatWriter
-from .formats import Message, detect_format
+from .formats import Message, convert_conversation
 from .sources import BadRow, name_type, open_source
 
 
@@ -41,7 +41,6 @@ class PromptWriter:
         self._tokenizer = tokenizer
         self._as_chat = as_chat
         self._chat = ChatWriter(tokenizer, needs_turns=False) if tokenizer.chat_template is not None else None
-        self._conversation = detect_format([{"messages": []}], has_chat_template=True)
 
     def find_stop_ids(self) -> set[int]:
         """Return the tokens that end an answer: the tokenizer's own, and those that the chat template writes."""
@@ -72,7 +71,7 @@ class PromptWriter:
                 "no chat template",
                 "it is a conversation, but the tokenizer has no chat template to write it: give the prompt as a text",
             )
-        example = self._conversation.convert((columns or {}) | {"messages": messages})
+        example = convert_conversation((columns or {}) | {"messages": messages}, "messages", is_prompt=True)
         if example.body[-1]["role"] == "assistant":  # type: ignore[index]
             raise BadRow("nothing to answer", "the last message is the assistant's: leave it out, to have it answered")
         text = self._chat.write(

@@ -58,8 +58,8 @@ class HostCopies:
         except RuntimeError as error:
             raise ConfigError(
                 f"the system refuses to pin {RING_BUFFERS * RING_BUFFER_BYTES / 2**20:.0f} MiB of host memory "
-                f"({str(error).splitlines()[0]}): raise the limit on locked memory (`ulimit -l`), or choose another "
-                "placement"
+                f"({str(error).splitlines()[0]})",
+                fix="raise the limit on locked memory (`ulimit -l`), or choose another placement",
             ) from error
 
     def allocate(self, owner: object, num_bytes: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ class SideStream:
             yield
 
     def wait(self, work: Work) -> None:
-        """Make the computation wait for `work`; the host goes on where the device can."""
+        """Make the computation wait for `work`; the host continues where the device can."""
         if self._queues is None:
             begin_s = time.perf_counter()
             work.wait()

@@ -1,4 +1,4 @@
-"""`lorashard merge`: merge on every rank, then upload if asked."""
+"""`lorashard merge`: merge on every rank, then upload if asked to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INTERVAL_S = 2.0
 
 
 def merge(options: MergeOptions) -> None:
-    """Merge, and say where the model is.
+    """Merge, and print where the model is.
 
     Raises:
         UserError: as for `api.merge`; or the hub does not take the model, which is then still in its folder.
@@ -51,7 +51,7 @@ def merge(options: MergeOptions) -> None:
         quantization=options.quantization,
         requantize=options.requantize,
         device=device,
-        advance=_Teller(rank).advance,
+        advance=_ProgressLines(rank).advance,
     )
     lines = [
         f"{report.out}: {report.num_tensors} tensors in {report.num_files} files, {report.num_bytes / 2**30:.3f} GiB, "
@@ -65,17 +65,17 @@ def merge(options: MergeOptions) -> None:
     give(rank, {}, "\n".join(lines), as_json=False)
 
 
-class _Teller:
-    """Says how far a merge is, not too often."""
+class _ProgressLines:
+    """Prints how far a merge is, every other second."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._said_s = time.monotonic()
+        self._printed_s = time.monotonic()
 
     def advance(self, done: int, total: int) -> None:
-        """Say it, where the time has come."""
-        if time.monotonic() - self._said_s >= _INTERVAL_S:
-            self._said_s = time.monotonic()
+        """Print how many units are merged, if the last line is old enough."""
+        if time.monotonic() - self._printed_s >= _INTERVAL_S:
+            self._printed_s = time.monotonic()
             say(self._rank, f"{done} of {total} units merged")
 
 
@@ -85,6 +85,9 @@ def _explained_upload(repo_id: str) -> Iterator[None]:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"the hub does not take {repo_id} ({' '.join(str(error).split())}): expected an id of yours, org/name, and "
-            "a token that may write: log in with `hf auth login` or set HF_TOKEN"
+            f"the upload failed ({' '.join(str(error).split())})",
+            option="push_to_hub",
+            expected="an id of yours, org/name, and a token that may write",
+            found=repo_id,
+            fix="log in with `hf auth login` or set HF_TOKEN",
         ) from error

@@ -88,7 +88,7 @@ class Signals:
             yield
 
     def _stop_before_ranks(self, number: int, frame: FrameType | None) -> None:
-        raise RunStopped(f"stopped by {signal.Signals(number).name} before any rank was started: nothing is lost")
+        raise RunStopped("no rank had been started, so nothing is lost", signal=signal.Signals(number).name)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         asked = signal.Signals(number)
@@ -169,9 +169,7 @@ def run_ranks(
         except ChildFailedError as error:
             failure = explain_failures(error.failures, logs_dir)
     if failure.exit_code == STOPPED_EXIT_CODE and signals.stop_signal is not None:
-        # The ranks know only what they were sent.
-        message = failure.message.replace(STOP_SIGNAL.name, signals.stop_signal.name)
-        return dataclasses.replace(failure, message=message)
+        return failure.with_signal(signals.stop_signal)  # the ranks know only what they were sent
     return failure if signals.end_signal is None else explain_signal(signals.end_signal)
 
 

@@ -112,12 +112,12 @@ def run_with_restarts(
                 break
             restarts += 1
             count = f"{restarts} of {config.max_restarts}"
-            failure.tell(f": starting the ranks again ({count})")
-            status.record_restart(f"{count}: {failure.message.removeprefix('error: ')}")
+            failure.report(f": starting the ranks again ({count})")
+            status.record_restart(failure, restarts, config.max_restarts)
     is_used_up = failure.is_crash and 0 < restarts == config.max_restarts
-    failure.tell(f"; all restarts are used up ({restarts})" if is_used_up else "")
+    failure.report(f"; all restarts are used up ({restarts})" if is_used_up else "")
     status.hear_ranks()
-    status.end("stopped" if failure.is_stop else "failed", failure.message)
+    status.end("stopped" if failure.is_stop else "failed", failure)
     return failure.exit_code
 
 
@@ -180,7 +180,7 @@ def run_command(name: str, options: BaseOptions, work: Callable[[], None], is_in
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
     if failure is not None:
-        failure.tell()
+        failure.report()
     if result_file.is_file():
         print(result_file.read_text(encoding="utf-8"), end="", flush=True)
     if failure is None or failure.is_stop:  # nobody needs the logs
@@ -205,8 +205,9 @@ def take_place(options: RankOptions, launcher: Launcher) -> str:
 def _train_here(config: RunConfig, launcher: Launcher) -> None:
     if config.queue and not launcher.is_lorashard:
         raise ConfigError(
-            "queue: torchrun or accelerate launch has started these ranks already: leave queue out, or start the run "
-            "with lorashard finetune alone"
+            "torchrun or accelerate launch has started these ranks already",
+            option="queue",
+            fix="leave it out, or start the run with lorashard finetune alone",
         )
     stop = StopRequest()
     stop.install(launcher.is_lorashard)
@@ -260,10 +261,14 @@ def check_folder(config: RunConfig) -> None:
     """
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file: expected a folder, or a name that is free")
+        raise ConfigError(option="output_dir", expected="a folder, or a name that is free", found=f"{folder}, a file")
     there = find_existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {folder} cannot be made: {there} is no folder that can be written to")
+        raise ConfigError(
+            option="output_dir",
+            expected="a folder that can be made",
+            found=f"{folder}, and {there} cannot be written to",
+        )
 
 
 def check_output_dir(config: RunConfig) -> None:
@@ -281,8 +286,11 @@ def check_output_dir(config: RunConfig) -> None:
     found += sorted(path.name for path in folder.glob("checkpoint-*"))
     if found:
         raise ConfigError(
-            f"output_dir {folder} holds another run ({found[0]}): choose another folder, go on with "
-            "--resume_from_checkpoint true, or start anew with --overwrite_output_dir"
+            option="output_dir",
+            expected="a folder without a run",
+            found=f"another run in {folder} ({found[0]})",
+            fix="choose another folder, resume with --resume_from_checkpoint true, or start anew with "
+            "--overwrite_output_dir",
         )
 
 
@@ -296,7 +304,9 @@ def prepare_logs_dir(config: RunConfig) -> Path:
     try:
         logs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir {config.output_dir} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            "it cannot be made", option="output_dir", found=error.strerror, where=config.output_dir
+        ) from error
     if not resumes_in_place(config):
         for log in logs_dir.glob("rank_*.log"):
             log.unlink()
@@ -308,8 +318,8 @@ def _check_torch_sees_gpus() -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"there are GPUs, but the installed torch {torch.__version__} cannot use them: install a build that suits "
-            "the driver, or give --cpu N"
+            f"there are GPUs, but the installed torch {torch.__version__} cannot use them",
+            fix="install a build that suits the driver, or give --cpu N",
         )
 
 

@@ -59,7 +59,7 @@ class Heartbeat:
         self,
         env: LauncherEnv | None,
         timeout_s: float,
-        tell: Callable[[str], None],
+        report: Callable[[str, int], None],
         read_place: Callable[[], tuple[str, int | None]],
     ) -> None:
         """Prepare, without connecting.
@@ -67,13 +67,13 @@ class Heartbeat:
         Args:
             env: None for a process without a launcher.
             timeout_s: how long a rank may be silent; 0: for ever, and then no thread is started.
-            tell: called with the sentence before this rank ends, in another thread than the main one, as is
-                `read_place`: what this rank does, such as `load`, and the optimizer step, counted from 1.
+            report: called with the sentence and the silent rank before this rank ends, in another thread than the main
+                one, as is `read_place`: what this rank does, such as `load`, and the optimizer step, counted from 1.
         """
         self._env = env
         self._timeout_s = timeout_s
         self._interval_s = min(_INTERVAL_S, timeout_s / 10)
-        self._tell = tell
+        self._report = report
         self._main_thread = threading.get_ident()
         self._read_place = read_place
         self._num_beats = 0
@@ -117,7 +117,7 @@ class Heartbeat:
             last_s = now_s
             self._beats = [None if word is None else json.loads(word) for word in words]
             if overdue:
-                self._end(explain_silence(self._beats, overdue, self._timeout_s), store)
+                self._end(explain_silence(self._beats, overdue, self._timeout_s), overdue[0], store)
         store.post(json.dumps({}))
 
     def _make_beat(self) -> str:
@@ -134,15 +134,15 @@ class Heartbeat:
         }
         return json.dumps(beat)
 
-    def _end(self, reason: str, store: RankStore) -> NoReturn:
+    def _end(self, reason: str, rank: int, store: RankStore) -> NoReturn:
         """End this process; of all ranks that end the first speaks where no launcher does."""
         try:
-            record_failure(LorashardError(reason), exit_code=1, is_plain=True, is_hang=True)
+            record_failure(LorashardError(reason), exit_code=1, is_plain=True, silent_rank=rank)
             if store.claim():
                 launcher = find_launcher(os.environ)
                 if launcher is None or not launcher.is_lorashard:
                     print(f"lorashard: error: {reason}", file=sys.stderr)
-                self._tell(reason)
+                self._report(reason, rank)
                 store.note(_SPOKEN)
             else:
                 self._wait_for_speaker(store)
@@ -236,13 +236,13 @@ def describe_place(frame: FrameType | None) -> str:
     if frame is None:
         return "its end"
     inner: FrameType | None = frame
-    while inner is not None and not _is_telling(inner):
+    while inner is not None and not _is_of_interest(inner):
         inner = inner.f_back
     frames = [frame] if inner in (None, frame) else [inner, frame]
     return " in ".join(_name(frame) for frame in reversed(frames))
 
 
-def _is_telling(frame: FrameType) -> bool:
+def _is_of_interest(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("lorashard.", "transformers.models.", "transformers_modules.")) and module != __name__
 

@@ -79,8 +79,9 @@ class StopRequest:
         """
         if self._signal_name is not None:
             raise RunStopped(
-                f"stopped by {self._signal_name}: the training had not begun, so there was nothing to save; go on with "
-                "--resume auto"
+                "the training had not begun, so there was nothing to save",
+                signal=self._signal_name,
+                fix="resume with --resume auto",
             )
 
     def _note(self, number: int, frame: FrameType | None) -> None:

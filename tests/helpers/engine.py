@@ -56,15 +56,15 @@ class StandInGroup(ShardGroup):
         home.shard.copy_(shards[0])
         self._whole[home.shard.data_ptr()] = torch.cat(shards)
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> DelayedWork:
+    def all_gather(self, unsharded: torch.Tensor, shard: torch.Tensor) -> DelayedWork:
         if self.num_gathers == self.broken:
             self.broken = None
             raise KeyboardInterrupt
         arriving = {work.address for _, work in self.gathers if not work.is_done}
-        assert whole.data_ptr() not in arriving, "an earlier gather would arrive in this buffer later"
+        assert unsharded.data_ptr() not in arriving, "an earlier gather would arrive in this buffer later"
         self.num_gathers += 1
-        self.gathered_bytes += whole.numel()
-        work = DelayedWork(whole, self._whole[shard.data_ptr()])
+        self.gathered_bytes += unsharded.numel()
+        work = DelayedWork(unsharded, self._whole[shard.data_ptr()])
         self.gathers.append((shard.data_ptr(), work))
         return work
 

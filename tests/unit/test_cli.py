@@ -22,7 +22,7 @@ MISTAKES = (
     (["finetune", "--lerning_rate", "1"], "'learning_rate'?"),
     (["finetune", "--model", "m", "--output_dir", "o"], "--dataset"),
     (["finetune", "--config", "absent.yaml"], "absent.yaml"),
-    (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "--gpus"),
+    (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "gpus: "),
     (["preview", "--model", "m"], "--dataset"),
     (["validate", "--fsdp", "full_shard"], "shards the frozen"),
     (["fintune"], "No such command"),
@@ -92,7 +92,7 @@ def test_another_number_of_ranks_than_the_launchers_is_a_mistake(
 
     assert main([*finetune_words(tmp_path)[:-1], "3"]) == 2
     assert trained == []
-    assert "3 ranks" in capsys.readouterr().err
+    assert "lorashard: error: cpu: expected 2 " in capsys.readouterr().err
 
 
 def test_a_rank_takes_the_options_that_its_launcher_resolved(
@@ -151,12 +151,12 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path, name: str) -> None
     """Catches a run that is written over, and a resume or an overwrite that is not let through."""
     (tmp_path / name).mkdir()
     options = {"model": "m", "dataset": "d", "output_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=f"holds another run .{name}.*--resume_from_checkpoint"):
+    with pytest.raises(ConfigError, match=f"another run .*{name}.*--resume_from_checkpoint"):
         check_output_dir(RunConfig(**options))
     check_output_dir(RunConfig(**options, overwrite_output_dir=True))
     check_output_dir(RunConfig(**options, resume_from_checkpoint=True))
     check_output_dir(RunConfig(**options, resume_from_checkpoint=str(tmp_path / "checkpoint-10")))
-    with pytest.raises(ConfigError, match=f"holds another run .{name}"):
+    with pytest.raises(ConfigError, match=f"another run .*{name}"):
         check_output_dir(RunConfig(**options, resume_from_checkpoint="elsewhere/checkpoint-10"))
 
 
@@ -165,7 +165,7 @@ def test_a_folder_without_a_run_is_taken(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     check_output_dir(RunConfig(model="m", dataset="d", output_dir=str(tmp_path)))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match="a file"):
         check_output_dir(RunConfig(model="m", dataset="d", output_dir=str(tmp_path / "file")))
 
 

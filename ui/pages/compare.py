@@ -34,7 +34,15 @@ def build(desk: Desk) -> None:
     timer = gr.Timer(_REFRESH_S)
     load_plotly()
     make_html("<h1>Compare runs</h1>")
-    runs = gr.Dropdown([], value=[], multiselect=True, label="Runs", info=f"Up to {_MOST_RUNS}; type to search")
+    # Custom values: a run of the address may be deleted, and then Gradio would refuse the whole event.
+    runs = gr.Dropdown(
+        [],
+        value=[],
+        multiselect=True,
+        allow_custom_value=True,
+        label="Runs",
+        info=f"Up to {_MOST_RUNS}; type to search",
+    )
     with gr.Row():
         metric = gr.Dropdown(list(_FIRST_METRICS), value="loss", label="Metric", min_width=160)
         axis = gr.Radio(list(_AXES), value="step", label="Over", min_width=160)
@@ -72,8 +80,7 @@ def build(desk: Desk) -> None:
     def read_names(request: gr.Request) -> Any:
         words = request.query_params.getlist("runs") if hasattr(request.query_params, "getlist") else []
         names = list(dict.fromkeys(name for word in words for name in word.split(",") if name))
-        known = [row.name for row in desk.runs.list()]
-        return gr.update(choices=[*known, *(name for name in names if name not in known)], value=names)
+        return gr.update(choices=[row.name for row in desk.runs.list()], value=names)
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     inputs = [parts.seen, runs, metric, axis, smoothing, is_log]

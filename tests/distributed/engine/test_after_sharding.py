@@ -104,8 +104,8 @@ def test_what_a_script_lets_ddp_ignore_does_not_take_the_place_of_the_base():
 def test_a_trainer_that_compiles_the_whole_model_is_told_what_to_use():
     """An internal error of the compiler, in a file of lorashard's that has no fault."""
     model = lorashard.shard(build_model(), placement="host")
-    with pytest.raises(ConfigError, match="torch_compile to lorashard") as raised:
+    with pytest.raises(ConfigError) as raised:
         torch.compile(model, backend="eager")(**make_batch())
-    assert "\n" not in str(raised.value)
+    assert raised.value.option == "torch_compile"
     model(**make_batch()).loss.backward()
     assert len(take_gradients(model)) == NUM_LAYERS * 7 * 2

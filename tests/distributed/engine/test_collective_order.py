@@ -21,7 +21,7 @@ def log_collectives(rank: int) -> list[_Started]:
     original = ShardGroup.all_gather
 
     def all_gather(self, whole, shard):
-        started.append((self.gather_group.group_desc, "all_gather", whole.numel()))
+        started.append((self.gather_group.find().group_desc, "all_gather", whole.numel()))
         return original(self, whole, shard)
 
     def log_all_reduce(group, bucket):

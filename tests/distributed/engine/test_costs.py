@@ -34,8 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import lorashard
 from lorashard.config.placement import ResolvedPlacement
 from lorashard.config.quantization_options import Quantization
-from lorashard.engine import Packed, Placeholder
-from lorashard.model.layer_major import split_layers
+from lorashard.engine import FrozenWeight
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.activations import Activations
 from lorashard.planning.costs import Row, Workload, compute_row
@@ -363,7 +363,7 @@ def check_packed(rank: int) -> dict[str, dict[str, int]]:
         model = build_wide(quantization)
         model(**make_batch(rows=1, tokens=4)).loss.backward()
         stats, units = lorashard.stats(model), lorashard.api.engine_of(model).units
-        packed = [weight.placeholder.numel() for unit in units for weight in unit.weights if weight.packing]
+        packed = [weight.placeholder.numel() for unit in units for weight in unit.weights if weight.format]
         assert stats.workspace_bytes == max(packed, default=0) * 2, name
         total = {unit.name: unit.layout.total_bytes for unit in units}
         found[name] = {"layer": total["layers.0"], "used": sum(field.num_bytes for field in units[1].layout.fields)}
@@ -418,7 +418,7 @@ def list_storages() -> dict[int, int]:
     """Return {address: bytes} of every storage that a reachable tensor holds."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, (Placeholder, Packed))]
+    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, FrozenWeight)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
@@ -538,8 +538,8 @@ def check_unpacked(rank: int) -> dict[str, Any]:
     model.zero_grad()
     engine = lorashard.api.engine_of(model)
     allowed = {slot.address for slot in engine.pool} | {unit.home.shard.data_ptr() for unit in engine.units}
-    workspaces = [unit.workspace.take(0, (1,), torch.uint8, torch.device("cpu")) for unit in engine.units]
-    allowed |= {memory.untyped_storage().data_ptr() for memory in workspaces}
+    workspaces = {weight.format.workspace for unit in engine.units for weight in unit.weights if weight.format}
+    allowed |= {w.take(0, (1,), torch.uint8, torch.device("cpu")).untyped_storage().data_ptr() for w in workspaces}
     smallest = 64 * 128  # k_proj, in 8 bits
     others = {a: n for a, n in list_storages().items() if a not in before and a not in allowed and n >= smallest}
     return {"kept": kept, "others": others}

@@ -56,8 +56,8 @@ from transformers import (
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import lorashard
-from lorashard.engine import Packed
-from lorashard.model.layer_major import split_layers
+from lorashard.engine import FrozenWeight
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
 CPU_BUDGET_S = 130  # the whole array: some 85 models, plain and on one to four ranks
@@ -253,7 +253,7 @@ class CopyToHost(torch.autograd.graph.saved_tensors_hooks):
 
     @classmethod
     def note(cls, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, Packed):
+        if not isinstance(tensor, FrozenWeight):
             cls.seen.add(tensor.untyped_storage().data_ptr())
 
 

@@ -19,6 +19,7 @@ from lorashard.data import prepare as prepare_module
 from lorashard.data.prepare import prepare
 from lorashard.data.sources import open_source
 from lorashard.errors import ConfigError, DataError
+from lorashard.runtime.atomic_folder import list_partials, name_partial
 
 ROWS = [{"prompt": f"{number} + {number}\n", "completion": f"{2 * number}"} for number in range(1, 301)]
 
@@ -92,14 +93,22 @@ def test_killed_process_leaves_the_work_to_one_of_those_that_wait(tmp_path: Path
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {"", ".lock"}
 
 
+def leave_half(path: Path) -> None:
+    path.rename(name_partial(path))
+    (name_partial(path) / "eval.json").write_text("{")
+
+
 def test_leftovers_of_a_killed_process_do_no_harm(tmp_path: Path) -> None:
     """Catches files of an earlier attempt mixed into the result."""
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS))
     path = prepare(options, make_tokenizer(), tmp_path / "cache").path
     expected = {file.name: file.read_bytes() for file in path.iterdir()}
-    path.rename(path.with_suffix(".unfinished"))
-    (path.with_suffix(".unfinished") / "eval.json").write_text("{")
+    left = multiprocessing.get_context("fork").Process(target=leave_half, args=(path,))
+    left.start()
+    left.join()
+    assert len(list_partials(path)) == 1
     assert prepare(options, make_tokenizer(), tmp_path / "cache").path == path
+    assert list_partials(path) == []
     assert {file.name: file.read_bytes() for file in path.iterdir()} == expected
 
 

@@ -171,8 +171,9 @@ def test_a_double_backward_is_right_or_refused():
     for num_layers in (1, 3):
         assert build_rig(num_layers).find_differences(differentiate_twice) == []
     rig = build_rig(num_layers=5)
-    with pytest.raises(ShardError, match="layers.4"):
+    with pytest.raises(ShardError) as caught:
         differentiate_twice(rig.model)
+    assert "layers.4" in caught.value.where
     rig.model.zero_grad()
     assert rig.find_differences(train) == []
 
@@ -243,8 +244,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_a_view_that_is_stored_outside_is_named(derive):
     """Whoever keeps a weight would read another unit's numbers next, the loss still healthy."""
     rig = build_rig(num_layers=5)
-    with pytest.raises(ShardError, match=r"'layers.2'.*ctx.save_for_backward"):
+    with pytest.raises(ShardError) as caught:
         keep_and_train(rig, derive)
+    assert "layers.2" in caught.value.where
     rig.model.zero_grad()
     assert rig.find_differences(train) == []
 

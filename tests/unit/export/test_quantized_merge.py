@@ -164,11 +164,9 @@ def test_what_transformers_cannot_load_quantized_is_refused(tmp_path, base):
     """A merged model in a folder that no library reads."""
     adapter = save_trained(tmp_path / "adapter", base, FORMATS[0])
     model = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU)
-    for asked, words in (("fp8", "no fp8"), (Quantization("nf4", False, True), "embedding"), ("nf5", "nf5")):
-        with pytest.raises(ConfigError, match=words):
+    for asked in ("fp8", Quantization("nf4", has_vocabulary=True), "nf5"):
+        with pytest.raises(ConfigError):
             lorashard.merge(adapter, tmp_path / "out", requantize=asked)
-    with pytest.raises(ConfigError, match="live"):
-        lorashard.merge(model, tmp_path / "out", quantization="int8")
     with pytest.raises(ConfigError, match="merge_and_unload"):
         model.merge_and_unload()
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -180,9 +178,9 @@ def test_what_transformers_cannot_load_quantized_is_refused(tmp_path, base):
     for name, made, target in (("experts", experts, "q_proj"), ("transposed", transposed, "c_attn")):
         made.to(BF16).save_pretrained(tmp_path / name)
         adapter = save_trained(tmp_path / f"adapter-{name}", tmp_path / name, FORMATS[0], target_modules=[target])
-        with pytest.raises(ConfigError, match="linear weights alone"):
+        with pytest.raises(ConfigError) as error:
             lorashard.merge(adapter, tmp_path / "out", requantize="nf4")
-        assert not (tmp_path / "out").exists()
+        assert error.value.option == "requantize" and not (tmp_path / "out").exists()
         lorashard.merge(adapter, tmp_path / f"merged-{name}")  # dequantized, all of it can be written
         assert read_tensors(tmp_path / f"merged-{name}").keys() == read_tensors(tmp_path / name).keys()
 
@@ -232,5 +230,6 @@ def test_a_model_that_was_quantized_in_memory_merges_dequantized(tmp_path, base)
     reference = make_reference(base, FORMATS[0])
     expected = PeftModel.from_pretrained(reference, tmp_path / "adapter").merge_and_unload().state_dict()
     assert find_differences(read_model(tmp_path / "out"), expected) == []
-    with pytest.raises(ConfigError, match="original weights"):
-        lorashard.merge(model, tmp_path / "again", quantization="none")
+    lorashard.merge(model, tmp_path / "original", quantization="none")
+    original = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=BF16), tmp_path / "adapter")
+    assert find_differences(read_model(tmp_path / "original"), original.merge_and_unload().state_dict()) == []

@@ -29,7 +29,8 @@ from pathlib import Path
 from lorashard.runs.lock import lock_run
 heard = Path(sys.argv[1], "heard")
 def note(number, frame):
-    heard.write_text((heard.read_text() if heard.exists() else "") + signal.Signals(number).name + " ")
+    with heard.open("a") as file:  # never empty for a moment
+        file.write(signal.Signals(number).name + " ")
 for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     if number != signal.SIGUSR2 or "no-save" not in sys.argv:
         signal.signal(number, note)
