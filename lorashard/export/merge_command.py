@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,9 @@ from ..model.saved import find_adapter
 from ..runtime import dist
 from ..runtime.join import join_launch
 from ..runtime.output import give, say
+from ..runtime.progress import told_progress
 from .merge import merge as merge_adapter
 from .staging import check_target
-
-_INTERVAL_S = 2.0
 
 
 def merge(options: MergeOptions) -> None:
@@ -39,20 +37,21 @@ def merge(options: MergeOptions) -> None:
         with _explained_upload(options.push_to_hub):  # before hours of work, not after
             HfApi().create_repo(options.push_to_hub, private=options.hub_private_repo, exist_ok=True)
     size = options.max_shard_size
-    report = merge_adapter(
-        options.adapter,
-        options.out,
-        options.base,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        max_shard_size=int(size) if size.isdigit() else size,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
-        allow_base_mismatch=options.allow_base_mismatch,
-        quantization=options.quantization,
-        requantize=options.requantize,
-        device=device,
-        advance=_ProgressLines(rank).advance,
-    )
+    with told_progress("merging", rank == 0) as progress:
+        report = merge_adapter(
+            options.adapter,
+            options.out,
+            options.base,
+            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+            max_shard_size=int(size) if size.isdigit() else size,
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+            allow_base_mismatch=options.allow_base_mismatch,
+            quantization=options.quantization,
+            requantize=options.requantize,
+            device=device,
+            advance=lambda done, total: progress(done, total, "units"),
+        )
     lines = [
         f"{report.out}: {report.num_tensors} tensors in {report.num_files} files, {report.num_bytes / 2**30:.3f} GiB, "
         f"{str(report.dtype).removeprefix('torch.')}; the adapter changed {report.num_changed} of them"
@@ -63,20 +62,6 @@ def merge(options: MergeOptions) -> None:
             url = HfApi().upload_folder(folder_path=Path(options.out), repo_id=options.push_to_hub)
         lines.append(f"uploaded: {url}")
     give(rank, {}, "\n".join(lines), as_json=False)
-
-
-class _ProgressLines:
-    """Prints how far a merge is, every other second."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._printed_s = time.monotonic()
-
-    def advance(self, done: int, total: int) -> None:
-        """Print how many units are merged, if the last line is old enough."""
-        if time.monotonic() - self._printed_s >= _INTERVAL_S:
-            self._printed_s = time.monotonic()
-            say(self._rank, f"{done} of {total} units merged")
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from lorashard.runs.events import describe_event
 from lorashard.runtime.disk import show_bytes
 
 from .alert import Alert, Facts
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
 _LITTLE_BYTES = 200 << 20  # for logs and the adapter, where no checkpoint tells what it needs
 _MUCH_OVER_PLAN = 1.05

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .alert import Alert, Facts
-from .paces import measure_pace, show_duration
+from .eta import measure_pace, show_duration
 from .ranks import find_behind
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
 _SHOWN_STEPS = 3
 _SHOWN_ROWS = 4

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .jsonl_tail import JsonLines
 from .series import Series, read_column, to_finite, to_whole
-from .tails import JsonLines
 
 # What charts show of every line, and where it stands in the line: the first that is there.
 _SOURCES = {

@@ -15,16 +15,16 @@ from lorashard.runs.events import EVENTS_NAME, add_event
 from .alert import Alert, Facts
 from .alerts import find_alerts
 from .checkpoints import CheckpointRow, list_rows
-from .launches import find_stopped
+from .eta import Progress, describe_progress, estimate_rest
+from .jsonl_tail import JsonLines, read_json
 from .logs import list_logs, read_log
 from .metrics import Metrics
-from .paces import Progress, describe_progress, estimate_rest
+from .process_file import find_stopped
 from .ranks import RankLog, RankRow, describe_rank, find_behind, find_planned_bytes, list_rank_files
 from .samples import Sample, Samples
+from .sanitize import hide_secrets, show_safely
 from .states import ASKED_NAME, find_state
 from .summaries import KnownRun, Summary, read_options
-from .tails import JsonLines, read_json
-from .taming import hide_secrets, show_safely
 
 _MOST_EVENTS = 2000
 _CHECKPOINTS_S = 5.0  # looking at every file of every checkpoint takes a while

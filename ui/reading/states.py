@@ -12,10 +12,10 @@ from typing import Any
 from lorashard.runs.checkpoints import find_newest
 from lorashard.runs.lock import Owner, find_owner
 
-from .launches import PROCESS_NAME, Launch, read_launch
+from .jsonl_tail import read_end, read_json
+from .process_file import PROCESS_NAME, Launch, read_launch
+from .sanitize import show_safely
 from .series import to_finite, to_whole
-from .tails import read_end, read_json
-from .taming import show_safely
 
 STATUS_NAME = "status.json"
 EXIT_NAME = "exit.json"

@@ -7,7 +7,7 @@ from helpers.ui_runs import make_run
 
 from lorashard.errors import ConfigError
 from lorashard_ui.reading.logs import list_logs, read_backwards, read_log
-from lorashard_ui.reading.taming import show_safely, tame
+from lorashard_ui.reading.sanitize import show_safely, tame
 
 
 @pytest.fixture
