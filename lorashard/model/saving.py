@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from ..errors import ConfigError
 from ..weights.derived_from import Origin
 from .embeddings import Embeddings
+from .patches import wrap_method
 
 # Given the `path_initial_model_for_weight_conversion` of `save_pretrained`: what the metadata of a saved adapter says
 # of its base, and the original base if PEFT converts the adapter for that.
@@ -30,11 +30,9 @@ def follow_saving(model: PeftModel, embeddings: Embeddings, describe: DescribeBa
     Ranks: saving is collective with `save_embedding_layers=True` alone, where the base is sharded over ranks and has
         no embeddings of its own. See [Who reads the embeddings].
     """
-    original = model.save_pretrained
-    signature = inspect.signature(original)
+    signature = inspect.signature(model.save_pretrained)
 
-    @wraps(original)
-    def save(*args: Any, **kwargs: Any) -> None:
+    def save(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -57,7 +55,7 @@ def follow_saving(model: PeftModel, embeddings: Embeddings, describe: DescribeBa
             for name in names:
                 origin.name_in(Path(given["save_directory"], "" if name == "default" else name))
 
-    model.save_pretrained = save
+    wrap_method(model, "save_pretrained", save)
 
 
 @contextmanager
