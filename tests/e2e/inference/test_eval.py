@@ -126,7 +126,7 @@ def test_a_mistake_in_the_data_is_one_line_and_exit_code_2(task):
     ],
 )
 def test_a_mistake_in_the_options_is_found_before_any_rank_starts(words, option):
-    """An option of the training that has no meaning here, taken and passed over."""
+    """An option of the training that has no meaning here, accepted and ignored."""
     with pytest.raises(ConfigError) as caught:
         EvalOptions.read(["adapter", *words])
     assert caught.value.option == option
