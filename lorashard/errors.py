@@ -43,7 +43,7 @@ class LorashardError(Exception):
         sentence = ": ".join(str(part) for part in parts if part not in (None, ""))
         return f"{sentence}; {self.fix}" if self.fix else sentence
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, Any]:
         """Return the fields that are set, as strings, and `type`, the name of the class."""
         names = ("problem", "option", "expected", "found", "where", "fix")
         values = {name: getattr(self, name) for name in names}
@@ -77,7 +77,38 @@ class TrainingError(LorashardError):
 
 
 class RunStopped(LorashardError):
-    """A run that was asked to stop, and has: the command line says what was saved and exits with code 75."""
+    """A run that was asked to stop, and has: the command line says what was saved and exits with code 75.
+
+    Attributes:
+        signal: the name of the signal that asked.
+        step: the optimizer step that was saved.
+        checkpoint: the folder that it was saved in; None: nothing was, as `problem` says.
+    """
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        signal: str | None = None,
+        step: int | None = None,
+        checkpoint: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.signal = signal  # before the base's __init__, which composes the sentence
+        self.step = step
+        self.checkpoint = checkpoint
+        super().__init__(problem, fix=fix)
+
+    def __str__(self) -> str:
+        if self.checkpoint is not None:
+            where = f"saved at step {self.step} in {self.checkpoint}"
+            return f"stopped by {self.signal}, {where}; resume it with --resume auto"
+        sentence = super().__str__()
+        return f"stopped by {self.signal}: {sentence}" if self.signal else sentence
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"signal": self.signal, "step": self.step, "checkpoint": self.checkpoint}
+        return super().to_json() | {name: value for name, value in fields.items() if value is not None}
 
 
 class ShardError(LorashardError):

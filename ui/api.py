@@ -17,7 +17,7 @@ import gradio as gr
 from lorashard.errors import ConfigError, UserError
 from lorashard.runtime.gpus import list_gpus as find_gpus
 
-from .desk import Desk
+from .app_context import AppContext
 from .form import exporting
 from .form.form import MORE, NAME, Form, read_form, write_yaml
 from .reading.comparing import differences
@@ -35,63 +35,63 @@ _KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the endpoints to the app that is being built."""
     for make in (_make_reading, _make_checking, _make_control, _make_jobs):
-        for endpoint in make(desk):
+        for endpoint in make(context):
             gr.api(_answer_plainly(endpoint))
 
 
-def _make_reading(desk: Desk) -> list[Callable[..., Any]]:
+def _make_reading(context: AppContext) -> list[Callable[..., Any]]:
     def list_runs() -> list[dict]:
         """List the runs, the newest first."""
-        return [asdict(row) for row in desk.runs.list()]
+        return [asdict(row) for row in context.runs.list()]
 
     def get_run(name: str) -> dict:
         """Tell how a run is, how far it has come, and what it was given."""
-        run = desk.runs.get(name)
+        run = context.runs.get(name)
         return asdict(run.summary()) | {
             "folder": str(run.folder),
             "progress": asdict(run.progress()),
             "options": run.options(),
             "checkpoints": [asdict(row) for row in run.checkpoints()],
-            "why_no_resume": control.explain_no_resume(desk.root, name),
+            "why_no_resume": control.explain_no_resume(context.root, name),
         }
 
     def get_series(name: str, names: list[str], max_points: int = 500, smoothing: float = 0.0) -> dict:
         """Give numbers of a run over its steps; all that it has where no names are given."""
-        run = desk.runs.get(name)
+        run = context.runs.get(name)
         found = run.series(names or run.series_names(), max_points, smoothing)
         return {key: {"steps": xs, "values": ys, "smoothed": smoothed} for key, (xs, ys, smoothed) in found.items()}
 
     def get_ranks(name: str) -> list[dict]:
         """Tell what each rank of a run holds, and how long it has waited."""
-        return [asdict(row) for row in desk.runs.get(name).ranks()]
+        return [asdict(row) for row in context.runs.get(name).ranks()]
 
     def get_log(name: str, rank: str = "launcher", query: str = "", max_lines: int = 400) -> str:
         """Give the end of a log of a run, or the last lines that hold a text."""
-        return desk.runs.get(name).log(_read_rank(rank), query, max_lines)
+        return context.runs.get(name).log(_read_rank(rank), query, max_lines)
 
     def get_alerts(name: str) -> list[dict]:
         """Tell what is wrong with a run, and with which rank; the worst first."""
-        return [asdict(alert) for alert in desk.runs.get(name).alerts()]
+        return [asdict(alert) for alert in context.runs.get(name).alerts()]
 
     def get_samples(name: str) -> list[dict]:
         """Give what a run has answered to its sample prompts, in the order of the steps."""
-        return [asdict(sample) for sample in desk.runs.get(name).samples()]
+        return [asdict(sample) for sample in context.runs.get(name).samples()]
 
     def get_plan(name: str) -> dict:
         """Give what each placement of a run was predicted to cost; empty where nothing was planned."""
-        return desk.runs.get(name).plan() or {}
+        return context.runs.get(name).plan() or {}
 
     def get_adapter(name: str) -> dict:
         """Give the adapter of a run, or of its newest checkpoint, as a zip; gradio_client downloads it."""
-        packed = pack_adapter(find_adapter_run(desk.root, name), Path(os.environ["GRADIO_TEMP_DIR"]) / "adapters")
+        packed = pack_adapter(find_adapter_run(context.root, name), Path(os.environ["GRADIO_TEMP_DIR"]) / "adapters")
         return {"path": str(packed), "orig_name": packed.name, "meta": {"_type": "gradio.FileData"}}
 
     def compare_runs(names: list[str]) -> list[dict]:
         """Tell in which options, and versions of libraries, runs differ."""
-        found = differences([desk.runs.get(name) for name in names])
+        found = differences([context.runs.get(name) for name in names])
         return [{"option": option, "values": dict(zip(names, values, strict=True))} for option, values in found]
 
     def list_gpus() -> list[dict]:
@@ -113,55 +113,55 @@ def _make_reading(desk: Desk) -> list[Callable[..., Any]]:
     ]
 
 
-def _make_checking(desk: Desk) -> list[Callable[..., Any]]:
+def _make_checking(context: AppContext) -> list[Callable[..., Any]]:
     def plan(options: dict) -> dict:
         """Tell what each placement would cost a run with these options, and which is chosen."""
-        return desk.worker.plan(_read_options(desk, options, ["model_name_or_path"]).to_words())
+        return context.worker.plan(_read_options(context, options, ["model_name_or_path"]).to_words())
 
     def validate(options: dict) -> list[str]:
         """Check a run with these options without training: devices, the model's files, every row of the data."""
-        return list(desk.worker.validate(_read_options(desk, options).to_words(desk.root)))
+        return list(context.worker.validate(_read_options(context, options).to_words(context.root)))
 
     def preview(options: dict, num_rows: int = 3) -> list[dict]:
         """Give the first rows as the model will see them, with the tokens that it learns marked."""
         if not 1 <= num_rows <= _MOST_PREVIEW_ROWS:
-            raise ConfigError(f"num_rows: expected a number from 1 to {_MOST_PREVIEW_ROWS}, found {num_rows}")
-        return desk.worker.preview(_read_options(desk, options).to_words(), num_rows)
+            raise ConfigError(option="num_rows", expected=f"a number from 1 to {_MOST_PREVIEW_ROWS}", found=num_rows)
+        return context.worker.preview(_read_options(context, options).to_words(), num_rows)
 
     return [plan, validate, preview]
 
 
-def _make_control(desk: Desk) -> list[Callable[..., Any]]:
+def _make_control(context: AppContext) -> list[Callable[..., Any]]:
     def start_run(name: str, options: dict) -> str:
         """Start a run, and return its name; an empty name asks for one."""
-        form = _read_options(desk, options, name=name)
-        desk.start_run(form.name, form.to_yaml())
+        form = _read_options(context, options, name=name)
+        context.start_run(form.name, form.to_yaml())
         return form.name
 
     def stop_run(name: str, now: bool = False) -> str:
         """Stop a run, and return its state: it saves first, or ends now and loses what came after its checkpoint."""
-        control.stop_run(desk.root, name, now)
-        return desk.runs.get(name).summary().state
+        control.stop_run(context.root, name, now)
+        return context.runs.get(name).summary().state
 
     def save_run(name: str) -> str:
         """Have a run save a checkpoint and go on; return its state."""
-        control.save_run(desk.root, name)
-        return desk.runs.get(name).summary().state
+        control.save_run(context.root, name)
+        return context.runs.get(name).summary().state
 
     def resume_run(name: str) -> str:
         """Go on with a run from its last checkpoint; return its state."""
-        desk.resume_run(name)
-        return desk.runs.get(name).summary().state
+        context.resume_run(name)
+        return context.runs.get(name).summary().state
 
     def delete_run(name: str) -> bool:
         """Delete a run that is over, with its checkpoints and its adapter."""
-        desk.delete_run(name)
+        context.delete_run(name)
         return True
 
     return [start_run, stop_run, save_run, resume_run, delete_run]
 
 
-def _make_jobs(desk: Desk) -> list[Callable[..., Any]]:
+def _make_jobs(context: AppContext) -> list[Callable[..., Any]]:
     def start_merge(
         name: str,
         out: str,
@@ -175,38 +175,38 @@ def _make_jobs(desk: Desk) -> list[Callable[..., Any]]:
         """Merge a run's adapter into its base, in a folder beside the runs; return the job's id."""
         base_words = ["--quantization", quantization] if quantization else []
         base_words += ["--requantize", requantize] if requantize else []
-        asked = exporting.check_merge(desk.root, name, out, dtype, _read_device(cpu), repo, is_private, base_words)
-        return desk.jobs.start("merge", name, jobs.merge_words(asked.run_folder, asked.out, asked.options))
+        asked = exporting.check_merge(context.root, name, out, dtype, _read_device(cpu), repo, is_private, base_words)
+        return context.jobs.start("merge", name, jobs.merge_words(asked.run_folder, asked.out, asked.options))
 
     def start_verify(name: str, merged: str = "", cpu: int = 0) -> str:
         """Verify a run's adapter, or a merged model, against the adapter on its base; return the job's id."""
-        folder, options = exporting.check_verify(desk.root, name, merged, _read_device(cpu))
-        return desk.jobs.start("verify", name, jobs.verify_words(folder, options))
+        folder, options = exporting.check_verify(context.root, name, merged, _read_device(cpu))
+        return context.jobs.start("verify", name, jobs.verify_words(folder, options))
 
     def start_push(name: str, repo: str, is_private: bool = True) -> str:
         """Upload a run's adapter to a repo of the Hugging Face hub; return the job's id."""
-        folder = find_adapter_run(desk.root, name)
-        return desk.jobs.start("push", name, jobs.push_words(folder, exporting.check_repo(repo), is_private))
+        folder = find_adapter_run(context.root, name)
+        return context.jobs.start("push", name, jobs.push_words(folder, exporting.check_repo(repo), is_private))
 
     def list_jobs() -> list[dict]:
         """List the jobs, the newest first."""
-        return [_describe_job(job) for job in desk.jobs.list()]
+        return [_describe_job(job) for job in context.jobs.list()]
 
     def get_job(job_id: str) -> dict:
         """Tell how a job is."""
-        return _describe_job(desk.jobs.get(job_id))
+        return _describe_job(context.jobs.get(job_id))
 
     def cancel_job(job_id: str) -> dict:
         """End a job, and tell how it is."""
-        desk.jobs.cancel(job_id)
-        return _describe_job(desk.jobs.get(job_id))
+        context.jobs.cancel(job_id)
+        return _describe_job(context.jobs.get(job_id))
 
     return [start_merge, start_verify, start_push, list_jobs, get_job, cancel_job]
 
 
 def _read_device(cpu: int) -> list[str]:
     if cpu < 0:
-        raise ConfigError(f"cpu: expected a number of ranks, or 0 for the GPUs; found {cpu}")
+        raise ConfigError(option="cpu", expected="a number of ranks, or 0 for the GPUs", found=cpu)
     return ["--cpu", str(cpu)] if cpu else []
 
 
@@ -215,22 +215,25 @@ def _describe_job(job: Any) -> dict:
 
 
 def _read_options(
-    desk: Desk, options: Mapping[str, Any], needed: Sequence[str] = ("model_name_or_path", "dataset"), name: str = ""
+    context: AppContext,
+    options: Mapping[str, Any],
+    needed: Sequence[str] = ("model_name_or_path", "dataset"),
+    name: str = "",
 ) -> Form:
-    """Return what the page for a new run would make of these options.
+    """Return the form that the page for a new run would have with these options.
 
     Raises:
         ConfigError: the first that is wrong or missing.
     """
     more = {key: value for key, value in options.items() if key != "method"}
     form = read_form(
-        {"method": str(options.get("method", "")), NAME: name, MORE: write_yaml(more)}, desk.root, desk.allowed
+        {"method": str(options.get("method", "")), NAME: name, MORE: write_yaml(more)}, context.root, context.allowed
     )
     for problem in form.problems.values():
-        raise ConfigError(problem)
+        raise problem
     for option in needed:
         if option in form.missing:
-            raise ConfigError(f"no {option}: give it in the options")
+            raise ConfigError("missing", option=option, fix="add it to the options")
     return form
 
 
@@ -239,7 +242,7 @@ def _read_rank(text: str) -> Any:
 
 
 def _answer_plainly(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an endpoint that answers mistakes in one line, those of types too, at which Gradio does not look."""
+    """Return an endpoint that checks its arguments' types, which Gradio does not, and reports errors in one line."""
     parameters = list(inspect.signature(endpoint).parameters.values())
 
     @functools.wraps(endpoint)
@@ -261,4 +264,4 @@ def _check_type(parameter: inspect.Parameter, value: Any) -> None:
     if is_right and kind is list:
         is_right = all(isinstance(element, str) for element in value)
     if not is_right:
-        raise ConfigError(f"{parameter.name}: expected {named}, found {value!r:.80}")
+        raise ConfigError(option=parameter.name, expected=named, found=f"{value!r:.80}")

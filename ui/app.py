@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from . import api
-from .desk import Desk
+from .app_context import AppContext
 from .drawing.theme import FAVICON, build_head, build_theme
 from .pages import chat, compare, export, new_run, run, runs
 
@@ -24,11 +24,11 @@ _LOOK_S = 0.02
 _CLEAR_UPLOADS_S = (3600, 24 * 3600)  # look so often for what is so old; datasets are kept elsewhere
 
 
-def build_app(desk: Desk) -> gr.Blocks:
+def build_app(context: AppContext) -> gr.Blocks:
     """Return the app, not launched."""
     with gr.Blocks(title="lorashard", analytics_enabled=False, delete_cache=_CLEAR_UPLOADS_S) as app:
-        _build_page(runs.build, desk)
-        api.build(desk)
+        _build_page(runs.build, context)
+        api.build(context)
     for title, path, build in (
         ("New run", "new", new_run.build),
         ("Run", "run", run.build),
@@ -37,25 +37,25 @@ def build_app(desk: Desk) -> gr.Blocks:
         ("Export", "export", export.build),
     ):
         with app.route(title, path, show_in_navbar=path != "run"):  # one run's page is reached from the table of all
-            _build_page(build, desk)
+            _build_page(build, context)
     app.max_threads = _MAX_THREADS
     app.queue(default_concurrency_limit=_MAX_AT_ONCE)
     app._queue.sleep_when_free = _LOOK_S
     return app
 
 
-def _build_page(build: Callable[[Desk], None], desk: Desk) -> None:
+def _build_page(build: Callable[[AppContext], None], context: AppContext) -> None:
     gr.Navbar(main_page_name="Runs")
-    build(desk)
+    build(context)
 
 
-def build_asgi(desk: Desk, max_upload_size: str) -> tuple[FastAPI, frozenset[str]]:
+def build_asgi(context: AppContext, max_upload_size: str) -> tuple[FastAPI, frozenset[str]]:
     """Return the app as a server takes it, and the addresses of its pages, such as `/new`.
 
     Args:
         max_upload_size: bytes, or such as `2GB`.
     """
-    blocks = build_app(desk)
+    blocks = build_app(context)
     blocks.state_session_capacity = _MAX_SESSIONS
     parent = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

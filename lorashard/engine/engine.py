@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ConfigError, ShardError
 from ..runtime.dist import ShardGroup
 from .autograd import Handle, WeightHandle, first_differentiable, is_in_backward, saved_handles
-from .schedule import Direction, ScheduleEntry, farthest
+from .schedule import Direction, ScheduleEntry, choose_slot
 from .slots import Slot, SlotPool, plan_slots
 from .stats import Stats
 from .streams import SideStream
@@ -321,19 +321,25 @@ class Engine:
 
     def _take_slot(self, unit: Unit) -> Slot[Unit] | None:
         slots = self.pool.of_class(unit.size_class)
-        for slot in slots:
-            if slot.owner is None:
-                return slot
-        owners = [slot.owner for slot in slots if slot.owner is not None]
-        evictable = [(owner, self._positions[owner]) for owner in owners if owner.state is not State.UNSHARDED]
-        victim = farthest(evictable, self._position, self._direction, len(self._schedule))
-        if victim is None:
+        owners = [slot.owner for slot in slots]
+        chosen = choose_slot(
+            owners,
+            lambda owner: owner.state is State.UNSHARDED,
+            self._positions,
+            self._position,
+            self._direction,
+            len(self._schedule),
+        )
+        if chosen is None:
             return None
-        return self._reshard(victim)
+        victim = owners[chosen]
+        if victim is not None:
+            self._reshard(victim)
+        return slots[chosen]
 
-    def _reshard(self, unit: Unit) -> Slot[Unit]:
+    def _reshard(self, unit: Unit) -> None:
         self._unsharded_bytes -= unit.layout.total_bytes
-        return unit.reshard(self._stream)
+        unit.reshard(self._stream)
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 

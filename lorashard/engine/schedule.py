@@ -1,9 +1,9 @@
-"""Which unit is needed next: the static order of one forward, and how far each visit of a unit lies ahead."""
+"""The static order of one forward: how far each visit of a unit lies ahead, and so which slot to fill next."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -56,17 +56,29 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     return num_visits - position + target
 
 
-def farthest(
-    candidates: Iterable[tuple[Key, Iterable[int]]], position: int, direction: Direction, num_visits: int
-) -> Key | None:
-    """Return the key of the candidate (key, its visits) whose nearest next visit lies farthest ahead, or None.
+def choose_slot(
+    owners: Sequence[Key | None],
+    is_in_use: Callable[[Key], bool],
+    visits: Mapping[Key, Sequence[int]],
+    position: int,
+    direction: Direction,
+    num_visits: int,
+) -> int | None:
+    """Return which of a class's slots to fill next, or None if all are in use.
 
-    Ties go to the first: all ranks must choose alike.
+    A free slot is taken first; otherwise the owner whose next visit lies farthest ahead is resharded. Ties go to the
+    first: all ranks must choose alike.
+
+    Args:
+        owners: the unit in each slot, or None.
+        visits: the positions of each unit in the order of a forward.
     """
-    best_key: Key | None = None
-    best_distance = -1
-    for key, visits in candidates:
-        distance = min(count_visits_until(visit, position, direction, num_visits) for visit in visits)
-        if distance > best_distance:
-            best_key, best_distance = key, distance
-    return best_key
+    if None in owners:
+        return owners.index(None)
+
+    def distance(slot: int) -> int:
+        ahead = visits[owners[slot]]  # type: ignore[index]
+        return min(count_visits_until(target, position, direction, num_visits) for target in ahead)
+
+    evictable = [slot for slot, owner in enumerate(owners) if owner is not None and not is_in_use(owner)]
+    return max(evictable, key=distance, default=None)

@@ -1,8 +1,7 @@
-"""`lorashard merge`: merge on every rank, then upload if asked."""
+"""`lorashard merge`: merge on every rank, then upload if asked to."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +16,13 @@ from ..model.saved import find_adapter
 from ..runtime import dist
 from ..runtime.join import join_launch
 from ..runtime.output import give, say
+from ..runtime.progress import told_progress
 from .merge import merge as merge_adapter
 from .staging import check_target
 
-_INTERVAL_S = 2.0
-
 
 def merge(options: MergeOptions) -> None:
-    """Merge, and say where the model is.
+    """Merge, and print where the model is.
 
     Raises:
         UserError: as for `api.merge`; or the hub does not take the model, which is then still in its folder.
@@ -39,20 +37,21 @@ def merge(options: MergeOptions) -> None:
         with _explained_upload(options.push_to_hub):  # before hours of work, not after
             HfApi().create_repo(options.push_to_hub, private=options.hub_private_repo, exist_ok=True)
     size = options.max_shard_size
-    report = merge_adapter(
-        options.adapter,
-        options.out,
-        options.base,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        max_shard_size=int(size) if size.isdigit() else size,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
-        allow_base_mismatch=options.allow_base_mismatch,
-        quantization=options.quantization,
-        requantize=options.requantize,
-        device=device,
-        advance=_Teller(rank).advance,
-    )
+    with told_progress("merging", rank == 0) as progress:
+        report = merge_adapter(
+            options.adapter,
+            options.out,
+            options.base,
+            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+            max_shard_size=int(size) if size.isdigit() else size,
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+            allow_base_mismatch=options.allow_base_mismatch,
+            quantization=options.quantization,
+            requantize=options.requantize,
+            device=device,
+            advance=lambda done, total: progress(done, total, "units"),
+        )
     lines = [
         f"{report.out}: {report.num_tensors} tensors in {report.num_files} files, {report.num_bytes / 2**30:.3f} GiB, "
         f"{str(report.dtype).removeprefix('torch.')}; the adapter changed {report.num_changed} of them"
@@ -65,26 +64,15 @@ def merge(options: MergeOptions) -> None:
     give(rank, {}, "\n".join(lines), as_json=False)
 
 
-class _Teller:
-    """Says how far a merge is, not too often."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._said_s = time.monotonic()
-
-    def advance(self, done: int, total: int) -> None:
-        """Say it, where the time has come."""
-        if time.monotonic() - self._said_s >= _INTERVAL_S:
-            self._said_s = time.monotonic()
-            say(self._rank, f"{done} of {total} units merged")
-
-
 @contextmanager
 def _explained_upload(repo_id: str) -> Iterator[None]:
     try:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"the hub does not take {repo_id} ({' '.join(str(error).split())}): expected an id of yours, org/name, and "
-            "a token that may write: log in with `hf auth login` or set HF_TOKEN"
+            f"the upload failed ({' '.join(str(error).split())})",
+            option="push_to_hub",
+            expected="an id of yours, org/name, and a token that may write",
+            found=repo_id,
+            fix="log in with `hf auth login` or set HF_TOKEN",
         ) from error

@@ -88,7 +88,7 @@ class Signals:
             yield
 
     def _stop_before_ranks(self, number: int, frame: FrameType | None) -> None:
-        raise RunStopped(f"stopped by {signal.Signals(number).name} before any rank was started: nothing is lost")
+        raise RunStopped("no rank had been started, so nothing is lost", signal=signal.Signals(number).name)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         asked = signal.Signals(number)
@@ -169,9 +169,7 @@ def run_ranks(
         except ChildFailedError as error:
             failure = explain_failures(error.failures, logs_dir)
     if failure.exit_code == STOPPED_EXIT_CODE and signals.stop_signal is not None:
-        # The ranks know only what they were sent.
-        message = failure.message.replace(STOP_SIGNAL.name, signals.stop_signal.name)
-        return dataclasses.replace(failure, message=message)
+        return failure.with_signal(signals.stop_signal)  # the ranks know only what they were sent
     return failure if signals.end_signal is None else explain_signal(signals.end_signal)
 
 
@@ -206,12 +204,12 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
         elif signals.is_save_asked and find_pids(notes_dir):
             # One rank is asked, and agrees with the others: of these one that heard late would save again a step later.
             signals.is_save_asked = False
-            tell(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and going on")
+            tell(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and continuing")
             _send(SAVE_SIGNAL, notes_dir, set(sorted(find_pids(notes_dir))[1:]))
 
 
 def _continue_stopped(pids: Sequence[int]) -> None:
-    """Let stopped ranks go on where another has ended, to hear elastic's SIGTERM: it would wait 30 s for them."""
+    """Let stopped ranks continue where another has ended, to hear elastic's SIGTERM: it would wait 30 s for them."""
     states = {}
     for pid in pids:
         with suppress(psutil.NoSuchProcess):

@@ -1,11 +1,12 @@
 """A run is a folder: what it was asked, where it stands, what each rank measured.
 
-A disk that takes none of it does not end the run; see `disk.PatientFiles`.
+A disk that refuses some of it does not end the run; see `disk.PatientFiles`.
 
 config.yaml  versions.json   the resolved options and the libraries that ran
 plan.json                    what each placement was predicted to cost, and which was taken
 status.json                  phase, how far it has come, step, pid, why ranks were started again; see `status.Status`
 .lock  .owner.json           held by, and naming, the process that the folder belongs to while the run lives
+events.jsonl                 what happened: starts, checkpoints, outages, non-finite values, the end; see `events`
 metrics.jsonl                one line a logged step
 ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
 logs/rank_K.log              what the rank printed
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,8 +27,9 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError
-from ..runtime.disk import PatientFiles, cut_lines
+from ..runtime.disk import cut_lines
 from ..runtime.output import warn
+from .events import EventLog, to_json_line
 from .status import Status
 
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -41,6 +42,7 @@ class Run:
 
     Attributes:
         status: where the run stands, which rank 0 writes down.
+        events: what happens on this rank.
     """
 
     def __init__(
@@ -54,21 +56,24 @@ class Run:
         self.folder = folder
         self._rank = rank
         self._world_size = world_size
-        self._files = PatientFiles(warn)
-        self.status = Status.carry_on(folder, self._files, show) if rank == 0 else Status(folder, {}, None)
+        self.events = EventLog(folder, rank, warn)
+        self._files = self.events.files
+        self.status = Status.carry_on(folder, self.events, show) if rank == 0 else Status(folder, {}, None)
         try:
             (folder / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"output_dir {folder} cannot be written to: {error.strerror}") from error
+            raise ConfigError(
+                "it cannot be written to", option="output_dir", found=error.strerror, where=folder
+            ) from error
 
     def begin(self, config_yaml: str, resumed_step: int | None) -> None:
-        """Record what was asked and what runs it; remove what another run left, unless this one goes on with it.
+        """Record what was asked and what runs it; remove what another run left, unless this one continues with it.
 
         Called when nothing can be wrong with options, data and model any more: a mistake must not cost the old run.
 
         Args:
-            resumed_step: The step from which this run goes on in its own folder: what was noted of later ones goes, for
-                they are run again. None for a run that is new to the folder.
+            resumed_step: the step from which this run resumes in its own folder: records of later ones are removed,
+                for they are run again. None for a run that is new to the folder.
         """
         own = self.folder / "ranks" / f"rank_{self._rank}.jsonl"
         if self._rank != 0:
@@ -78,7 +83,7 @@ class Run:
         for path in (self.folder / "metrics.jsonl", *(self.folder / "ranks").glob("rank_*.jsonl")):
             if path not in others:  # a rank that there is no longer leaves its lines to rank 0
                 cut_lines(path, resumed_step)
-        # Of a run that goes on its last checkpoint holds the adapter; the one at the root is that of an ended run.
+        # Of a run that continues its last checkpoint holds the adapter; the one at the root is that of an ended run.
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
         self._files.replace(self.folder / "config.yaml", config_yaml)
@@ -86,6 +91,7 @@ class Run:
         versions |= {"lorashard": __version__, "python": platform.python_version()}
         self._files.replace(self.folder / "versions.json", json.dumps(versions, indent=2))
         self.status.add(has_begun=True, world_size=self._world_size)
+        self.events.emit("start", begin_s=self.status.begin_s, world_size=self._world_size, resumed_step=resumed_step)
 
     def note_step(self, step: int, max_steps: int) -> None:
         """Say which steps are done, of how many."""
@@ -93,6 +99,11 @@ class Run:
             progress = {"done": step, "total": max_steps, "unit": "steps"}
             self.status.enter("train", step=step, max_steps=max_steps, progress=progress)
         self.status.advance(step, max_steps, "steps")
+
+    def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
+        """Record what all ranks know of; rank 0 does."""
+        if self._rank == 0:
+            self.events.emit(kind, step=step, **fields)
 
     def save_plan(self, plan: dict[str, Any]) -> None:
         """Write down what each placement was predicted to cost, and which was taken."""
@@ -108,13 +119,8 @@ class Run:
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
         if self._rank == 0:
-            self._files.append(self.folder / "metrics.jsonl", _to_json(metrics))
+            self._files.append(self.folder / "metrics.jsonl", to_json_line(metrics))
 
     def add_rank_line(self, line: dict[str, Any]) -> None:
         """Append a line to this rank's own file."""
-        self._files.append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", _to_json(line))
-
-
-def _to_json(facts: dict[str, Any]) -> str:
-    """Return facts as JSON, which has no NaN: they become the words that `float` reads."""
-    return json.dumps({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()})
+        self._files.append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", to_json_line(line))

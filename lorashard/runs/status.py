@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import RunStopped, UserError
-from ..runtime.disk import PatientFiles, describe_fault, replace_text
+from ..runtime.disk import describe_fault, replace_text
+from ..runtime.failures import Failure
 from ..runtime.output import warn
 from ..runtime.progress import Teller, show_amount
+from .events import EventLog
 
 Phase = Literal[
     "queue", "start", "download", "tokenize", "load", "train", "evaluate", "save", "done", "failed", "stopped"
@@ -43,40 +44,47 @@ _LONGEST_S = 30.0
 class Status:
     """Where a run stands: its phase and step, how far the phase has come, and why it ended.
 
-    Ranks: local. Every rank keeps one, for its own heartbeat; the one that has `files` writes it down.
+    Ranks: local. Every rank keeps one, for its own heartbeat; the one that has `events` writes it down.
     """
 
     def __init__(
         self,
         folder: Path,
         facts: dict[str, Any],
-        files: PatientFiles | None,
+        events: EventLog | None,
         show: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         """Begin to keep it.
 
         Args:
+            events: of the process that writes it down; the run's end is one. None: of a rank that writes nothing.
             show: shows the person where the run stands; see `show_status`.
         """
         self._path = folder / _NAME
         self._show = show
         self._facts = {"begin_s": time.time()} | facts
-        self._files = files
+        self._events = events
+        self._files = events.files if events is not None else None
         self._next_s = -math.inf
 
     @classmethod
     def begin(cls, folder: Path) -> Status:
         """Begin a run's status: what the file says is of another run, or of an earlier start of this one."""
-        status = cls(folder, {}, PatientFiles(warn))
+        status = cls(folder, {}, EventLog(folder, None, warn))
         status.enter("start")
         return status
 
     @classmethod
     def carry_on(
-        cls, folder: Path, files: PatientFiles | None, show: Callable[[Mapping[str, Any]], None] | None = None
+        cls, folder: Path, events: EventLog | None, show: Callable[[Mapping[str, Any]], None] | None = None
     ) -> Status:
-        """Go on with what the owner of the folder, or the ranks before these, have said of this start."""
-        return cls(folder, read_status(folder), files, show)
+        """Continue with what the owner of the folder, or the ranks before these, have written of this start."""
+        return cls(folder, read_status(folder), events, show)
+
+    @property
+    def begin_s(self) -> float:
+        """When this start of the run began."""
+        return float(self._facts["begin_s"])
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -94,7 +102,7 @@ class Status:
         """
         self._facts.pop("queue", None)
         self._facts |= {"phase": phase, "progress": None, "phase_begin_s": time.time(), "error": None} | facts
-        self._tell_person()
+        self._show_person()
         self._write()
 
     def add(self, **facts: Any) -> None:
@@ -111,15 +119,23 @@ class Status:
         self._facts["progress"] = {"done": done, "total": total, "unit": unit}
         if unit == "steps":
             self._facts["step"] = done
-        self._tell_person()
+        self._show_person()
         if time.monotonic() >= self._next_s:
             self._write()
 
-    def end(self, phase: Phase, error: str | None = None) -> None:
-        """Say that the run is over."""
+    def end(self, phase: Phase, failure: Failure | None = None) -> None:
+        """Record that the run is over.
+
+        Args:
+            failure: why it ended before its last step.
+        """
         self._facts.pop("queue", None)
-        self._facts |= {"phase": phase, "phase_begin_s": time.time(), "error": error}
-        self._tell_person()
+        described = None if failure is None else failure.to_json()
+        self._facts |= {"phase": phase, "phase_begin_s": time.time(), "error": failure and failure.message}
+        self._facts["failure"] = described
+        self._show_person()
+        if self._events is not None:
+            self._events.emit("end", step=self._facts.get("step"), state=phase, failure=described)
         if self._files is not None:
             try:
                 replace_text(self._path, self._to_json())
@@ -132,12 +148,15 @@ class Status:
         if said.get("begin_s") == self._facts["begin_s"]:
             self._facts = said
 
-    def record_restart(self, reason: str) -> None:
-        """Add to the `restarts` why the ranks are started again."""
+    def record_restart(self, failure: Failure, number: int, max_restarts: int) -> None:
+        """Add to the `restarts` why the ranks are started again, for the how manieth time of how many."""
         self.hear_ranks()
-        self.enter("start", restarts=[*self._facts.get("restarts", []), reason])
+        restart = {"number": number, "max_restarts": max_restarts, "failure": failure.to_json()}
+        if self._events is not None:
+            self._events.emit("restart", step=self._facts.get("step"), **restart)
+        self.enter("start", restarts=[*self._facts.get("restarts", []), restart])
 
-    def _tell_person(self) -> None:
+    def _show_person(self) -> None:
         if self._show is not None:
             self._show(self._facts)
 
@@ -179,16 +198,9 @@ def told_status(folder: Path) -> Iterator[Status]:
     except BaseException as error:
         status.hear_ranks()
         if status.place[0] not in _ENDS:
-            is_stop = isinstance(error, (RunStopped, KeyboardInterrupt))
-            status.end("stopped" if is_stop else "failed", describe_end(error))
+            failure = Failure.of_error(error)
+            status.end("stopped" if failure.is_stop else "failed", failure)
         raise
-
-
-def describe_end(error: BaseException) -> str:
-    """Return why a run ended, in a line or what its message has."""
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped by SIGINT"
-    return str(error) if isinstance(error, (RunStopped, UserError)) else f"{type(error).__name__}: {error}"
 
 
 def read_status(folder: Path, is_told: bool = True) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 # What a disk answers that is full, over a quota or a limit, read-only, gone or broken.
 FAULTS = frozenset(
@@ -20,19 +22,26 @@ FAULTS = frozenset(
 _CHUNK_BYTES = 65536
 
 
+class Emit(Protocol):
+    """Records an event and its fields; `runs.events.EventLog.emit` writes it down."""
+
+    def __call__(self, kind: str, **fields: Any) -> None: ...
+
+
 class PatientFiles:
     """Writes lines and whole small files; nothing that a disk refuses reaches the caller.
 
-    It is told once when an outage begins, and once when all that waited is written. Each later call tries again, in
-    order. No file ever keeps half a line, nor half of a text.
+    An outage is reported once when it begins (`disk_refused`: path, reason) and once when all that waited is written
+    (`disk_accepted`: num_lines, num_lost). Each later call tries again, in order. No file ever keeps half a line, nor
+    half of a text.
 
     Args:
-        tell: Shows a line to the person.
-        most_lines: How many of a file wait; the oldest are lost first. A line is some hundred bytes.
+        emit: hears of outages.
+        most_lines: how many of a file wait; the oldest are lost first. A line is some hundred bytes.
     """
 
-    def __init__(self, tell: Callable[[str], None], most_lines: int = 20_000) -> None:
-        self._tell = tell
+    def __init__(self, emit: Emit, most_lines: int = 20_000) -> None:
+        self._emit = emit
         self._most_lines = most_lines
         self._texts: dict[Path, str] = {}
         self._lines: dict[Path, deque[str]] = {}
@@ -58,15 +67,15 @@ class PatientFiles:
         """Try to write what waits."""
         for path in list(self._texts):
             if self._try(path, lambda path=path: replace_text(path, self._texts[path])):  # type: ignore[misc]
-                del self._texts[path]
+                self._texts.pop(path, None)
         for path, lines in list(self._lines.items()):
             if self._try(path, lambda path=path, lines=lines: append_lines(path, lines)):  # type: ignore[misc]
                 self._num_waiting += len(lines) if self._is_out else 0
-                del self._lines[path]
+                self._lines.pop(path, None)
         if self._is_out and not self._texts and not self._lines:
-            lost = f"; {self._num_lost} older ones were more than are kept, and are lost" if self._num_lost else ""
-            self._tell(f"the run's files can be written again: {self._num_waiting} lines that waited are there{lost}")
+            counts = {"num_lines": self._num_waiting, "num_lost": self._num_lost}
             self._is_out, self._num_waiting, self._num_lost = False, 0, 0
+            self._emit("disk_accepted", **counts)
 
     def _try(self, path: Path, write: Callable[[], None]) -> bool:
         try:
@@ -75,10 +84,7 @@ class PatientFiles:
         except OSError as error:
             if not self._is_out:
                 self._is_out = True
-                self._tell(
-                    f"{path} cannot be written ({describe_fault(error, path.parent)}): the run goes on, and this is "
-                    "written when it can be"
-                )
+                self._emit("disk_refused", path=str(path), reason=describe_fault(error, path.parent))
             return False
 
 
@@ -101,12 +107,16 @@ def replace_text(path: Path, text: str) -> None:
 def append_lines(path: Path, lines: deque[str]) -> None:
     """Add lines to a file, all or none; half a line at its end, which a kill has left there, goes.
 
+    Processes that append to one file take turns.
+
     Raises:
         OSError: they cannot be written.
     """
     left = memoryview("".join(f"{line}\n" for line in lines).encode())
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
+        with suppress(OSError):  # not every file system can lock
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         end = _find_end(descriptor)
         try:
             while left:

@@ -9,10 +9,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import LorashardError, RunStopped, TrainingError, UserError
+from .disk import find_fault
 from .output import warn
 from .signals import STOPPED_EXIT_CODE, TERMINATED_EXIT_CODE
 from .worker import find_log
@@ -25,12 +27,33 @@ _NEAR_S = 5
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-def record_failure(error: BaseException, exit_code: int, is_plain: bool, is_hang: bool = False) -> None:
+Cause = Literal["stop", "mistake", "memory", "disk", "nonfinite", "hang", "killed", "crash"]
+
+
+def find_cause(error: BaseException) -> Cause:
+    """Return what kind of end an error is, also where it was raised from another one that says so."""
+    while True:
+        if isinstance(error, (RunStopped, KeyboardInterrupt)):
+            return "stop"
+        if isinstance(error, TrainingError):
+            return "nonfinite"
+        if find_fault(error) is not None:
+            return "disk"
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without torch
+            return "memory"
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):  # torch's for host memory
+            return "memory"
+        if error.__cause__ is None:
+            return "mistake" if isinstance(error, UserError) else "crash"
+        error = error.__cause__
+
+
+def record_failure(error: BaseException, exit_code: int, is_plain: bool, silent_rank: int | None = None) -> None:
     """Leave an error where the launcher looks for it: torch's elastic launcher, torchrun and accelerate know the form.
 
     Args:
-        is_plain: Whether its message is all that a person needs.
-        is_hang: Whether another rank gives no sign of life, which is no mistake: starting again may help.
+        is_plain: whether its message is all that a person needs.
+        silent_rank: another rank whose heartbeat has stopped, which is no mistake: starting again may help.
 
     Torch's own writer knows only whole seconds, too coarse to tell which of two ranks failed first.
     """
@@ -44,7 +67,9 @@ def record_failure(error: BaseException, exit_code: int, is_plain: bool, is_hang
         "time_s": time.time(),
         "exit_code": exit_code,
         "user_error": str(error) if is_plain else None,
-        "is_hang": is_hang,
+        "cause": find_cause(error) if silent_rank is None else "hang",
+        "silent_rank": silent_rank,
+        "fields": error.to_json() if isinstance(error, LorashardError) else None,
     }
     message = {"message": {"message": f"{name}: {error}" if str(error) else name, "extraInfo": details}}
     with suppress(OSError):  # a full disk: the launcher then goes by the exit code and the log
@@ -53,28 +78,66 @@ def record_failure(error: BaseException, exit_code: int, is_plain: bool, is_hang
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended early, for the user.
+    """Why a run ended early.
 
-    `log` is that of the rank to blame. `is_stop` if a person stopped it; `is_crash` if it was neither that, nor a
-    mistake, nor anything else that a rank found out and said plainly: what happens once need not happen twice.
+    Attributes:
+        message: for a person, in one sentence.
+        cause: what kind of end it is.
+        rank: the rank to blame; None: all alike, or nobody knows.
+        log: that rank's.
+        fields: of the error (`LorashardError.to_json`), where it has some.
+        is_crash: whether it was neither a stop, nor a mistake, nor anything else that a rank found out and said
+            plainly: what happens once need not happen twice.
     """
 
     exit_code: int
     message: str
+    cause: Cause
+    rank: int | None = None
     log: Path | None = None
-    is_stop: bool = False
+    fields: dict[str, Any] | None = None
     is_crash: bool = False
 
-    def tell(self, more: str = "") -> None:
-        """Say it on stderr, and in the log of the rank to blame.
+    @classmethod
+    def of_error(cls, error: BaseException) -> Failure:
+        """Describe what ends this process."""
+        cause = find_cause(error)
+        if isinstance(error, KeyboardInterrupt):
+            message = "stopped by SIGINT"
+        elif isinstance(error, (RunStopped, UserError)):
+            message = str(error)
+        else:
+            message = f"{type(error).__name__}: {error}"
+        fields = error.to_json() if isinstance(error, LorashardError) else None
+        exit_code = {"stop": STOPPED_EXIT_CODE, "mistake": 2}.get(cause, 1)
+        return cls(exit_code, message, cause, fields=fields)
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether it was asked for."""
+        return self.cause == "stop"
+
+    def with_signal(self, number: signal.Signals) -> Failure:
+        """Return a stop as that of another signal, which the launcher got and passed on as one of its own."""
+        fields = dict(self.fields or {}, signal=number.name)
+        stop = RunStopped(**{name: value for name, value in fields.items() if name != "type"})
+        return replace(self, message=str(stop), fields=fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what status.json and events.jsonl keep of it."""
+        return {"message": self.message, "cause": self.cause, "rank": self.rank, "fields": self.fields}
+
+    def report(self, more: str = "") -> None:
+        """Print it on stderr, and into the log of the rank to blame.
 
         Args:
-            more: Joins the sentence's end.
+            more: joins the sentence's end.
         """
+        line = f"{'' if self.is_stop else 'error: '}{self.message}{more}"
         if self.log is not None:
             with suppress(OSError), self.log.open("a", encoding="utf-8") as file:  # its disk may be full
-                file.write(f"lorashard: {self.message}{more}\n")
-        warn(f"{self.message}{more}")
+                file.write(f"lorashard: {line}\n")
+        warn(line)
 
 
 def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> Failure:
@@ -87,22 +150,25 @@ def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> 
     log = find_log(logs_dir, rank)
     details = _read_details(failure)
     killer = signal.SIGTERM if failure.exitcode == TERMINATED_EXIT_CODE else -failure.exitcode
+    blamed: dict[str, Any] = {"rank": rank, "log": log, "fields": details.get("fields")}
     if killer > 0 and not details:
         name = signal.Signals(killer).name
         hint = ": out of memory? The kernel's log (dmesg) tells" if killer == signal.SIGKILL else ""
-        return Failure(1, f"error: rank {rank} was killed by {name}{hint} (log: {log})", log, is_crash=True)
+        message = f"rank {rank} was killed by {name}{hint} (log: {log})"
+        return Failure(1, message, "killed", **blamed, is_crash=True)
     if STOPPED_EXIT_CODE in (failure.exitcode, details.get("exit_code")):
-        return Failure(STOPPED_EXIT_CODE, details.get("user_error") or "stopped as asked", log, is_stop=True)
-    if details.get("is_hang"):
-        return Failure(1, f"error: {details['user_error']}", log, is_crash=True)
+        return Failure(STOPPED_EXIT_CODE, details.get("user_error") or "stopped as asked", "stop", **blamed)
+    cause = details.get("cause", "crash")
+    if cause == "hang":
+        return Failure(1, details["user_error"], cause, **blamed | {"rank": details["silent_rank"]}, is_crash=True)
     # One that had said why was on its way out when the launcher ended the others.
     if failure.exitcode == 2 or details.get("user_error"):
         reason = details.get("user_error") or _read_last_line(log).removeprefix("lorashard: error: ")
         on_rank = "" if rank == 0 else f" (rank {rank}, log: {log})"
-        return Failure(details.get("exit_code", 2), f"error: {reason}{on_rank}", log)
+        return Failure(details.get("exit_code", 2), f"{reason}{on_rank}", details.get("cause", "mistake"), **blamed)
     reason = details.get("error") or _read_last_line(log) or "it said nothing"
-    message = f"error: rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})"
-    return Failure(1, message, log, is_crash=True)
+    message = f"rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})"
+    return Failure(1, message, cause, **blamed, is_crash=True)
 
 
 def _find_first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -134,4 +200,4 @@ def _read_last_line(log: Path) -> str:
 
 def explain_signal(number: signal.Signals) -> Failure:
     """Say that a signal to the launcher ended the run."""
-    return Failure(128 + number, f"stopped by {number.name}, all ranks have ended", is_stop=True)
+    return Failure(128 + number, f"stopped by {number.name}, all ranks have ended", "stop")

@@ -1,4 +1,4 @@
-"""Signs of life: each rank gives them to the others, and one that gives none is named, with where it stood.
+"""Heartbeats: each rank gives them to the others, and one that gives none is named, with where it stood.
 
 A thread of each rank leaves a beat in the launcher's store: that it is alive, what its main thread does, and where. It
 reads the others' beats on the way. A rank that is stopped, swapped out, or whose machine is gone leaves no beat; the
@@ -6,8 +6,8 @@ others would wait for it in a collective until `ddp_timeout`.
 
 What is found, and what is not:
 
-- A beat needs no more than Python's lock for an instant, so it goes on while a rank tokenizes, loads, evaluates, saves
-  or waits for other ranks. Native code that keeps the lock for all of the timeout starves it.
+- A beat needs no more than Python's lock for an instant, so it continues while a rank tokenizes, loads, evaluates,
+  saves or waits for other ranks. Native code that keeps the lock for all of the timeout starves it.
 - A rank whose main thread hangs while its thread beats (a deadlock, a network drive that does not answer) is alive. The
   collective that the others wait in ends by `ddp_timeout`; `Heartbeat.describe_ranks` tells then where each rank stood.
   Where NCCL's own watchdog ends the process, it does so without a word from here.
@@ -48,7 +48,7 @@ _SPOKEN = "spoken"
 
 
 class Heartbeat:
-    """Gives signs of life from this rank and ends it when another has given none for too long.
+    """Gives heartbeats from this rank and ends it when another has given none for too long.
 
     Use it as a context; leaving it tells the others that no more beats are to come. One rank needs none.
 
@@ -59,7 +59,7 @@ class Heartbeat:
         self,
         env: LauncherEnv | None,
         timeout_s: float,
-        tell: Callable[[str], None],
+        report: Callable[[str, int], None],
         read_place: Callable[[], tuple[str, int | None]],
     ) -> None:
         """Prepare, without connecting.
@@ -67,13 +67,13 @@ class Heartbeat:
         Args:
             env: None for a process without a launcher.
             timeout_s: how long a rank may be silent; 0: for ever, and then no thread is started.
-            tell: called with the sentence before this rank ends, in another thread than the main one, as is
-                `read_place`: what this rank does, such as `load`, and the optimizer step, counted from 1.
+            report: called with the sentence and the silent rank before this rank ends, in another thread than the main
+                one, as is `read_place`: what this rank does, such as `load`, and the optimizer step, counted from 1.
         """
         self._env = env
         self._timeout_s = timeout_s
         self._interval_s = min(_INTERVAL_S, timeout_s / 10)
-        self._tell = tell
+        self._report = report
         self._main_thread = threading.get_ident()
         self._read_place = read_place
         self._num_beats = 0
@@ -117,7 +117,7 @@ class Heartbeat:
             last_s = now_s
             self._beats = [None if word is None else json.loads(word) for word in words]
             if overdue:
-                self._end(explain_silence(self._beats, overdue, self._timeout_s), store)
+                self._end(explain_silence(self._beats, overdue, self._timeout_s), overdue[0], store)
         store.post(json.dumps({}))
 
     def _make_beat(self) -> str:
@@ -134,15 +134,15 @@ class Heartbeat:
         }
         return json.dumps(beat)
 
-    def _end(self, reason: str, store: RankStore) -> NoReturn:
+    def _end(self, reason: str, rank: int, store: RankStore) -> NoReturn:
         """End this process; of all ranks that end the first speaks where no launcher does."""
         try:
-            record_failure(LorashardError(reason), exit_code=1, is_plain=True, is_hang=True)
+            record_failure(LorashardError(reason), exit_code=1, is_plain=True, silent_rank=rank)
             if store.claim():
                 launcher = find_launcher(os.environ)
                 if launcher is None or not launcher.is_lorashard:
                     print(f"lorashard: error: {reason}", file=sys.stderr)
-                self._tell(reason)
+                self._report(reason, rank)
                 store.note(_SPOKEN)
             else:
                 self._wait_for_speaker(store)
@@ -163,7 +163,7 @@ class Heartbeat:
 class Silences:
     """How long each other rank has been silent, counted in time in which this process ran itself.
 
-    Where all ranks are stopped and go on later (a suspended job, Ctrl-Z, a laptop that sleeps), the first to go on must
+    Where all ranks are stopped and continue later (a suspended job, Ctrl-Z, a laptop that sleeps), the first one must
     not blame the others.
     """
 
@@ -203,7 +203,7 @@ def explain_silence(beats: Sequence[dict[str, Any] | None], overdue: Sequence[in
     if others:
         others = f", nor have ranks {others}" if len(overdue) > 2 else f", nor has rank {others}"
     return (
-        f"rank {overdue[0]} (host {beat['host']}, pid {beat['pid']}) has given no sign of life for {timeout_s:g} s"
+        f"rank {overdue[0]} (host {beat['host']}, pid {beat['pid']}) has given no heartbeat for {timeout_s:g} s"
         f"{others}: {_find_reason(beat)}; it stood in {_describe(beat)}; raise heartbeat_timeout if it was only slow"
     )
 
@@ -236,13 +236,13 @@ def describe_place(frame: FrameType | None) -> str:
     if frame is None:
         return "its end"
     inner: FrameType | None = frame
-    while inner is not None and not _is_telling(inner):
+    while inner is not None and not _is_of_interest(inner):
         inner = inner.f_back
     frames = [frame] if inner in (None, frame) else [inner, frame]
     return " in ".join(_name(frame) for frame in reversed(frames))
 
 
-def _is_telling(frame: FrameType) -> bool:
+def _is_of_interest(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("lorashard.", "transformers.models.", "transformers_modules.")) and module != __name__
 

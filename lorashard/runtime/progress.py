@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TextIO
 
@@ -18,10 +20,14 @@ from .disk import show_bytes
 # How much is done, of how much where that is known, and of what: "rows", "units", "bytes", "bytes hashed", ...
 Progress = Callable[[int, int | None, str], None]
 
+# Of the environment: a file that gets how far the work is, for a program that started this one.
+PROGRESS_FILE_VARIABLE = "LORASHARD_PROGRESS_FILE"
+
 _SILENT_S = 2.0  # work that is over sooner is not told of
 _GROWTH = 3  # each line waits so many times longer than the one before
 _LONGEST_S = 60.0
 _REDRAW_S = 0.1
+_FILE_INTERVAL_S = 0.5
 _PATIENCE_S = 1.0
 _COUNTED = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _UNCOUNTED = "{desc} [{elapsed}{postfix}]"
@@ -148,6 +154,25 @@ class ProgressLines:
         self._what = ""
 
 
+class ProgressFile:
+    """A JSON file with `what`, `done`, `total` and `unit`, replaced at most twice a second; none without a path."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._next_s = 0.0
+
+    def write(self, what: str, done: int, total: int | None, unit: str) -> None:
+        """Write how far the work is, if it is time to. A disk that refuses does not stop the work."""
+        if not self._path or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _FILE_INTERVAL_S
+        with suppress(OSError):
+            partial = f"{self._path}.partial"
+            with open(partial, "w", encoding="utf-8") as file:
+                json.dump({"what": what, "done": done, "total": total, "unit": unit}, file)
+            os.replace(partial, self._path)
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Tell whether a person looks at a stream, who may have closed it."""
     return stream is not None and not stream.closed and stream.isatty()
@@ -177,8 +202,15 @@ def told_progress(
         return
     stream = stream or sys.stderr
     teller: Teller = LiveBar(stream) if is_terminal(stream) else ProgressLines(lambda line: _tell(line, stream))
+    file = ProgressFile(os.environ.get(PROGRESS_FILE_VARIABLE))
+
+    def show(done: int, total: int | None, unit: str) -> None:
+        if is_shown:
+            teller.show(what, done, total, unit)
+            file.write(what, done, total, unit)
+
     try:
-        yield lambda done, total, unit: teller.show(what, done, total, unit) if is_shown else None
+        yield show
     finally:
         teller.close()
 

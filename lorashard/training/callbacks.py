@@ -39,7 +39,7 @@ def add_callbacks(
     StepLines.take_over(trainer, console)
     # First, so that trackers and the person see what it adds to a log line.
     callbacks.insert(0, RunCallback(run, meter))
-    drop_refused_trackers(callbacks, trainer.args.report_to, run.folder, console.tell)
+    drop_refused_trackers(callbacks, trainer.args.report_to, run.folder, console.log)
     if config.profile_range is not None:
         profiler = StepProfiler(run.folder / "profile", engine_of(model), *config.profile_range)
         trainer.add_callback(ProfileCallback(profiler))
@@ -51,7 +51,7 @@ def add_callbacks(
 
 
 class ProfileCallback(TrainerCallback):
-    """Tells a profiler of the trainer's steps, which a resumed run goes on counting."""
+    """Tells a profiler of the trainer's steps, which a resumed run continues to count."""
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler

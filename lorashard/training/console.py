@@ -50,12 +50,12 @@ class Console:
         self._is_shown = rank == 0
         is_live = self._is_shown and has_bar and is_terminal(sys.stdout)
         self._bar = LiveBar(sys.stdout) if is_live else None
-        self._lines = None if is_live else ProgressLines(self.tell)
+        self._lines = None if is_live else ProgressLines(self.log)
         if not (self._is_shown and has_bar and is_terminal(sys.stderr)):  # bars of others would fill the log
             datasets.disable_progress_bars()
             logging.disable_progress_bar()
 
-    def tell(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line of lorashard's own."""
         self.print(f"lorashard: {line}")
 
@@ -116,7 +116,7 @@ def describe_log(logs: Mapping[str, Any], left_s: float | None) -> str:
 
     Args:
         logs: what transformers' and TRL's trainers log.
-        left_s: how long the training will go on, where that is known.
+        left_s: how long the training will continue, where that is known.
     """
     if _SUMMARY in logs:
         loss = _show_number(logs.get("train_loss"))

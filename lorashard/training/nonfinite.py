@@ -28,14 +28,13 @@ class NonfiniteRule:
     """What to do with a step whose numbers are not finite.
 
     `skips` leaves it out instead of stopping. `name_rows` says where rows, as the trainer numbers them, stand in the
-    dataset, of as many rows as the trainer has. `tell` shows a line to the person, on one rank; `note` writes down what
-    each rank has to say.
+    dataset, of as many rows as the trainer has. `log` prints a line, on one rank; `emit` records an event of each rank.
     """
 
     skips: bool
     name_rows: Callable[[Sequence[int], int], list[str]]
-    tell: Callable[[str], None]
-    note: Callable[[dict[str, Any]], None]
+    log: Callable[[str], None]
+    emit: Callable[..., None]
 
 
 class DrawnRows:
@@ -71,7 +70,7 @@ class DrawnRows:
 class FiniteTrainer(Trainer):
     """A mixin over one of TRL's trainers that keeps a step's losses and rows, and judges them.
 
-    `SurvivingTrainer` has them looked at in each step, when the gradient's norm is known.
+    `CheckpointingTrainer` has them looked at in each step, when the gradient's norm is known.
     """
 
     nonfinite: NonfiniteRule
@@ -92,8 +91,9 @@ class FiniteTrainer(Trainer):
         output = super().train(*args, **kwargs)
         if self._num_skipped and self._num_skipped == self._num_steps:
             raise TrainingError(
-                f"each of the run's {self._num_steps} steps was left out, for its numbers were not finite (see above): "
-                "nothing was learned; look at the data, the learning rate and the dtype"
+                f"each of the run's {self._num_steps} steps was left out, for its values were not finite (see above), "
+                "so nothing was learned",
+                fix="look at the data, the learning rate and the dtype",
             )
         return output
 
@@ -141,15 +141,22 @@ class FiniteTrainer(Trainer):
         *losses, norm = numbers
         named = self.name_step_rows() or [_UNKNOWN_ROWS] * len(losses)
         step = self.state.global_step + 1
-        own = {"step": step, "nonfinite": {"losses": [str(loss) for loss in losses], "rows": named}, "grad_norm": norm}
-        self.nonfinite.note(own)
+        self.nonfinite.emit(
+            "nonfinite",
+            step=step,
+            losses=[str(loss) for loss in losses],
+            rows=named,
+            grad_norm=norm,
+            is_skipped=self.nonfinite.skips,
+        )
         line = f"step {step}: {_explain(dist.gather_objects((losses, named)), norm)}"
         if not self.nonfinite.skips:
             raise TrainingError(
-                f"{line}. Go on without such steps (--on_nonfinite skip --resume auto), or start anew with these rows "
-                "fixed or a lower learning rate"
+                line,
+                fix="resume without such steps (--on_nonfinite skip --resume auto), or start anew with these rows "
+                "fixed or a lower learning rate",
             )
-        self.nonfinite.tell(f"{line}. The step is left out (on_nonfinite: skip)")
+        self.nonfinite.log(f"{line}. The step is left out (on_nonfinite: skip)")
         self._num_skipped += 1
         self._tr_loss.copy_(self._loss_before)
         model.zero_grad()  # without gradients an optimizer's step changes nothing, its own state included
@@ -192,7 +199,7 @@ def _explain(everyone: Sequence[tuple[list[float], list[list[str]]]], norm: floa
         if not rows:
             continue
         values = f"loss {', '.join(dict.fromkeys(str(loss) for loss, _ in chosen))} over " if is_loss else ""
-        more = f" and {len(rows) - _SHOWN_ROWS} more (ranks/rank_{rank}.jsonl)" if len(rows) > _SHOWN_ROWS else ""
+        more = f" and {len(rows) - _SHOWN_ROWS} more (events.jsonl)" if len(rows) > _SHOWN_ROWS else ""
         found.append(f"rank {rank}: {values}{', '.join(rows[:_SHOWN_ROWS])}{more}")
     what = "the loss is not finite" if is_loss else f"the gradient's norm is {norm}, though every loss is finite"
     return f"{what}; {'; '.join(found)}"

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it can: what the two must have in common for the steps to go on.
+"""Which checkpoint a run resumes from, and whether it can: what the two must have in common for the steps to continue.
 
 A checkpoint is independent of the number of ranks and of the placement. What decides the rows of a step is not: the
 data, their order, and how many rows make a step.
@@ -22,7 +22,7 @@ from ..runs.checkpoints import MANIFEST_NAME, Manifest, list_checkpoints, read_m
 from ..runtime import dist
 from .resume_request import check_afresh
 
-# What the saved states of the optimizer and the schedule go on with, whatever the options say.
+# What the saved states of the optimizer and the schedule continue with, whatever the options say.
 _SCHEDULE = ("learning_rate", "max_steps", "num_train_epochs", "warmup_steps", "weight_decay")
 _NO_MANIFEST = "has no manifest, so nothing tells whether it is whole, nor whether this run has the same data and steps"
 
@@ -57,7 +57,9 @@ class Facts:
         try:
             return cls(**manifest.facts)
         except TypeError as error:
-            raise CheckpointError(f"checkpoint-{manifest.step} was written by another version of lorashard") from error
+            raise CheckpointError(
+                "it was written by another version of lorashard", where=f"checkpoint-{manifest.step}"
+            ) from error
 
 
 def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared) -> Facts:
@@ -109,12 +111,15 @@ def _fills_steps(config: RunConfig, arguments: TrainingArguments) -> bool:
     return config.global_batch_size is not None and arguments.train_sampling_strategy == "random"
 
 
-def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to go on from, whole on every node, or None to start afresh.
+def choose_checkpoint(
+    config: RunConfig, is_writer: bool, emit: Callable[..., None], log: Callable[[str], None]
+) -> Path | None:
+    """Return the checkpoint to resume from, whole on every node, or None to start afresh.
 
     Args:
         is_writer: whether this rank is the one of its node that reads all of the files.
-        tell: shows why newer checkpoints are skipped.
+        emit: records why newer checkpoints are skipped, on one rank.
+        log: prints a line, on one rank.
 
     Raises:
         ConfigError: there is no complete one, and the run was not told to start afresh then.
@@ -131,7 +136,7 @@ def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], 
         checkpoint = Path(wanted)
         problem = _find_problem(checkpoint, is_writer)
         if problem is not None and not (checkpoint / MANIFEST_NAME).exists():
-            tell(f"{checkpoint} {_NO_MANIFEST}")
+            log(f"{checkpoint} {_NO_MANIFEST}")
         elif problem is not None:
             raise CheckpointError(problem)
         return checkpoint
@@ -141,13 +146,13 @@ def choose_checkpoint(config: RunConfig, is_writer: bool, tell: Callable[[str], 
         problem = _find_problem(run / f"checkpoint-{step}", is_writer)
         if problem is None:
             return run / f"checkpoint-{step}"
-        tell(f"checkpoint-{step} is skipped: {problem}")
+        emit("checkpoint_skipped", step=step, checkpoint=f"checkpoint-{step}", problem=problem)
     check_afresh(config)
     return None
 
 
 def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
-    """Return why a checkpoint cannot be gone on from on some node, or None.
+    """Return why a checkpoint cannot be resumed from on some node, or None.
 
     Ranks: collective over all ranks.
     """
@@ -155,7 +160,7 @@ def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
     if is_writer:
         try:
             if not Facts.read(verify(checkpoint)).is_resumable:
-                problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can go on from it"
+                problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can resume from it"
         except (CheckpointError, OSError) as error:
             problem = str(error)
     return next((problem for problem in dist.gather_objects(problem) if problem), None)
@@ -167,12 +172,12 @@ def read_saved_dtype(checkpoint: Path) -> str | None:
 
 
 def check_resume(
-    config: RunConfig, arguments: TrainingArguments, checkpoint: Path, facts: Facts, tell: Callable[[str], None]
+    config: RunConfig, arguments: TrainingArguments, checkpoint: Path, facts: Facts, log: Callable[[str], None]
 ) -> int | None:
     """Return how many ranks wrote a checkpoint, None where it does not say.
 
     Args:
-        tell: shows what is not as it was, where the person has asked for that.
+        log: shows what is not as it was, where the person has asked for that.
 
     Raises:
         ConfigError: the steps that follow would not be those of the run that wrote it.
@@ -183,13 +188,15 @@ def check_resume(
     saved = Facts.read(manifest)
     name = checkpoint.name
     if saved.method != facts.method:
-        raise ConfigError(f"{name} was written by method {saved.method}, and this run is {facts.method}")
+        raise ConfigError(option="method", expected=f"{saved.method}, as {name} was written by", found=facts.method)
     different = [key for key, value in facts.lora.items() if saved.lora.get(key, value) != value]
     if different:
         key = different[0]
         raise ConfigError(
-            f"{name} was trained with {key} {saved.lora.get(key)}, and this run has {facts.lora[key]}: an adapter "
-            "cannot be changed on the way; give what it was trained with"
+            "an adapter cannot be changed on the way",
+            option=key,
+            expected=f"{saved.lora.get(key)}, as {name} was trained with",
+            found=facts.lora[key],
         )
     changed = [
         f"{key} {value} for {saved.schedule[key]}"
@@ -197,36 +204,38 @@ def check_resume(
         if saved.schedule.get(key, value) != value
     ]
     if changed:
-        tell(
-            f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the "
-            "number of steps alone counts from here on, and the learning rate bends there"
+        log(
+            f"{', '.join(changed)}: the optimizer and the schedule continue from their states in {name}, so of these "
+            "the number of steps alone counts from here on, and the learning rate bends there"
         )
     if saved.dtype is not None and saved.dtype != facts.dtype:
-        tell(
-            f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have"
-        )
+        log(f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have")
     if arguments.ignore_data_skip:
         return saved.world_size
     if (saved.data_sha256, saved.num_rows) != (facts.data_sha256, facts.num_rows):
         raise ConfigError(
-            f"the data have changed since {name}: it was trained on {saved.num_rows} rows with SHA-256 "
-            f"{saved.data_sha256[:12]}, and these are {facts.num_rows} with {facts.data_sha256[:12]} (dataset, "
-            "tokenizer and the options of the data decide): give those, or ignore_data_skip: true to go on at the "
-            "beginning of the data as they are now"
+            f"the data have changed since {name} (dataset, tokenizer and the options of the data decide)",
+            option="dataset",
+            expected=f"{saved.num_rows} examples with SHA-256 {saved.data_sha256[:12]}",
+            found=f"{facts.num_rows} with {facts.data_sha256[:12]}",
+            fix="give the same data, or ignore_data_skip: true to resume at the beginning of the data as they are now",
         )
     if saved.order != facts.order:
         raise ConfigError(
-            f"the rows of {name} came in another order: {saved.order}; this run has {facts.order}: give the same, or "
-            "ignore_data_skip: true"
+            "the order of the examples has changed",
+            expected=f"{saved.order}, as of {name}",
+            found=facts.order,
+            fix="give the same, or ignore_data_skip: true",
         )
     if saved.rows_per_step != facts.rows_per_step:
         raise ConfigError(
-            f"{name} had {saved.rows_per_step} rows a step on {saved.world_size} ranks, and this run has "
-            f"{facts.rows_per_step} on {facts.world_size}: give --global_batch_size {saved.rows_per_step}, which sets "
-            "the accumulation"
+            option="global_batch_size",
+            expected=f"{saved.rows_per_step}, as of {name} on {saved.world_size} ranks",
+            found=f"{facts.rows_per_step} on {facts.world_size}",
+            fix=f"give --global_batch_size {saved.rows_per_step}, which sets the accumulation",
         )
     if saved.rows_per_epoch != facts.rows_per_epoch:
-        _check_epoch_ends(config, arguments, manifest, saved, facts, tell)
+        _check_epoch_ends(config, arguments, manifest, saved, facts, log)
     return saved.world_size
 
 
@@ -236,9 +245,9 @@ def _check_epoch_ends(
     manifest: Manifest,
     saved: Facts,
     facts: Facts,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """Refuse to go on where the last step of an epoch that is to come would have other rows, unless that was asked."""
+    """Refuse to resume where the last step of a later epoch would have other examples, unless that was asked."""
     if saved.rows_per_epoch is None or facts.rows_per_epoch is None:
         return
     name = f"checkpoint-{manifest.step}"
@@ -250,14 +259,16 @@ def _check_epoch_ends(
     if saved_steps == num_steps and max_steps // num_steps == manifest.step // num_steps:
         return  # no epoch ends any more
     if saved_steps == num_steps and _fills_steps(config, arguments):
-        tell(
+        log(
             f"global_batch_size fills the last step of each epoch from here on: {facts.rows_per_epoch} rows an epoch, "
             f"{saved.rows_per_epoch} before {name}"
         )
         return
     raise ConfigError(
-        f"{name} had {saved.rows_per_epoch} rows an epoch on {saved.world_size} ranks, and this run has "
-        f"{facts.rows_per_epoch} on {facts.world_size}, so the last step of an epoch would have others: go on with "
-        f"{saved.world_size} ranks, or give --global_batch_size {saved.rows_per_step}, which fills the last step of "
-        "each epoch on any number of ranks"
+        "the last step of an epoch would have other examples",
+        option="global_batch_size",
+        expected=f"{saved.rows_per_epoch} examples an epoch, as of {name} on {saved.world_size} ranks",
+        found=f"{facts.rows_per_epoch} on {facts.world_size}",
+        fix=f"resume with {saved.world_size} ranks, or give --global_batch_size {saved.rows_per_step}, which fills the "
+        "last step of each epoch on any number of ranks",
     )

@@ -13,7 +13,7 @@ from ..runtime.disk import describe_fault, find_fault
 
 
 def drop_refused_trackers(
-    callbacks: Iterable[TrainerCallback], report_to: list[str], folder: Path, tell: Callable[[str], None]
+    callbacks: Iterable[TrainerCallback], report_to: list[str], folder: Path, log: Callable[[str], None]
 ) -> None:
     """Let each tracker among `callbacks` be left out from when a disk refuses what it writes.
 
@@ -22,20 +22,20 @@ def drop_refused_trackers(
     Args:
         report_to: The trackers' names.
         folder: The run's.
-        tell: Shows a line to the person.
+        log: Shows a line to the person.
     """
     classes = tuple(get_reporting_integration_callbacks(report_to))
     for callback in callbacks:
         if isinstance(callback, classes):
-            _Watch(callback, folder, tell)
+            _Watch(callback, folder, log)
 
 
 class _Watch:
     """Stands between the trainer and each of a tracker's events."""
 
-    def __init__(self, callback: TrainerCallback, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, callback: TrainerCallback, folder: Path, log: Callable[[str], None]) -> None:
         self._name = type(callback).__name__.removesuffix("Callback")
-        self._folder, self._tell = folder, tell
+        self._folder, self._log = folder, log
         self._is_dropped = False
         for event in dir(callback):
             if event.startswith("on_"):
@@ -51,8 +51,8 @@ class _Watch:
                 if find_fault(error) is None:
                     raise
                 self._is_dropped = True
-                self._tell(
-                    f"{self._name} is told nothing more ({describe_fault(error, self._folder)}): the run goes on, and "
+                self._log(
+                    f"{self._name} gets nothing more ({describe_fault(error, self._folder)}): the run continues, and "
                     "metrics.jsonl has all of its lines"
                 )
                 return None

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, se
 from transformers.utils import is_liger_kernel_available
 
 from .. import api
-from ..config.data_options import DataOptions
+from ..config.placement import PlacementOptions, ResolvedPlacement
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
 from ..data.prepare import Prepared, prepare
@@ -32,9 +32,9 @@ from ..planning.costs import Row
 from ..planning.run_plan import describe_base, describe_training, settle_dtype_here
 from ..runs.checkpoints import clear_leftovers, delete, list_checkpoints, read_step, set_aside
 from ..runs.folder import Run
-from ..runs.status import describe_end
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
+from ..runtime.failures import Failure
 from ..runtime.heartbeat import Heartbeat
 from ..runtime.join import join_launch
 from ..runtime.launch_env import is_cpu_requested, read_launcher_env
@@ -50,7 +50,7 @@ from .nonfinite import NonfiniteRule
 from .resume import check_resume, choose_checkpoint, describe_run, read_saved_dtype
 from .resume_request import check_wanted, read_progress
 from .rewards import Reward, check_reward_model, load_rewards
-from .trainer import Survival, make_surviving
+from .trainer import RunHooks, make_checkpointing
 from .trusted_files import check_checkpoint
 
 _CHECKED_TOKENS = 64
@@ -77,35 +77,34 @@ def finetune(config: RunConfig, stop: StopRequest) -> None:
     status = run.status
     status.enter("tokenize", world_size=world_size)
     with Heartbeat(
-        env, config.heartbeat_timeout, lambda reason: status.end("failed", reason), lambda: status.place
+        env,
+        config.heartbeat_timeout,
+        lambda reason, rank: status.end("failed", Failure(1, reason, "hang", rank, is_crash=True)),
+        lambda: status.place,
     ) as heartbeat:
         try:
             _finetune(config, run, rank, stop, console, heartbeat.describe_ranks)
-        except (KeyboardInterrupt, RunStopped) as error:
-            status.end("stopped", describe_end(error))
-            raise
         except BaseException as error:
             if is_timeout(error):
                 error.add_note(heartbeat.describe_ranks())
-            status.end("failed", describe_end(error))
+            failure = Failure.of_error(error)
+            status.end("stopped" if failure.is_stop else "failed", failure)
             raise
 
 
 def _finetune(
     config: RunConfig, run: Run, rank: int, stop: StopRequest, console: Console, describe_ranks: Callable[[], str]
 ) -> None:
-    status, tell = run.status, console.tell
+    status, log = run.status, console.log
     tokenizer = load_tokenizer(**config.tokenizer_options())
-    prepared = prepare(
-        DataOptions(**config.data_options()), tokenizer, method=config.trl_method, progress=status.advance
-    )
-    tell(f"dataset: {prepared.report.summary()}")
+    prepared = prepare(config.data_options(), tokenizer, method=config.trl_method, progress=status.advance)
+    log(f"dataset: {prepared.report.summary()}")
     stop.check()
     status.enter("load")
     device = join_launch(config.trainer.get("ddp_backend"))
     env = read_launcher_env()
-    checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, tell)
-    config = settle_dtype(config, device, checkpoint, tell)
+    checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, run.emit, log)
+    config = settle_dtype(config, device, checkpoint, log)
     arguments = build_arguments(config, is_cpu_requested())
     dist.set_timeout(arguments.ddp_timeout)
     rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
@@ -114,27 +113,28 @@ def _finetune(
     raise_on_all_ranks(lambda: check_checkpoint(checkpoint) if checkpoint else None)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
     facts = describe_run(config, arguments, prepared)
-    survival = Survival(
+    hooks = RunHooks(
         stop=stop,
         facts=asdict(facts),
         nonfinite=NonfiniteRule(
             skips=config.on_nonfinite == "skip",
             name_rows=lambda rows, num_rows: prepared.name_rows(rows, num_rows, tokenizer),
-            tell=tell,
-            note=run.add_rank_line,
+            log=log,
+            emit=run.events.emit,
         ),
         rows_per_step=config.global_batch_size,
         saved_world_size=raise_on_all_ranks(
-            lambda: check_resume(config, arguments, checkpoint, facts, tell) if checkpoint else None
+            lambda: check_resume(config, arguments, checkpoint, facts, log) if checkpoint else None
         ),
-        tell=tell,
+        log=log,
+        emit=run.emit,
         enter=lambda phase, step: status.enter(phase, step=step),
         wait_warning_s=config.wait_warning_s,
         describe_ranks=describe_ranks,
     )
-    placement, plan = _place(config, prepared, device, run, tell)
+    placement, plan = _place(config, prepared, device, run, log)
     set_seed(arguments.seed)
-    model, base_bytes = _load(config, placement, run, tell)
+    model, base_bytes = _load(config, placement, run, log)
     if checkpoint is not None:
         base = base_of(model)
         assert base is not None
@@ -145,7 +145,7 @@ def _finetune(
     meter = RankMeter(engine_of(model), base_bytes)
     if not config.trl_method.is_prepared_here:
         status.enter("tokenize")  # which TRL does
-    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, survival)
+    trainer = build_trainer(config, model, tokenizer, arguments, prepared, rewards, hooks)
     add_callbacks(
         trainer,
         config,
@@ -163,21 +163,21 @@ def _finetune(
     def begin() -> None:
         if writes:
             clear_leftovers(run.folder)
-            _set_aside(run.folder, resumed_step, config.overwrite_output_dir, tell)
+            _set_aside(run, resumed_step, config.overwrite_output_dir)
         run.begin(config.to_yaml(), resumed_step)
 
     raise_on_all_ranks(begin)
     if checkpoint is not None:
-        tell(f"going on from {checkpoint}, step {read_progress(checkpoint)}")
+        run.emit("resumed", checkpoint=str(checkpoint), step=read_progress(checkpoint))
     _train(trainer, checkpoint)
     status.enter("save", step=trainer.state.global_step)
     raise_on_all_ranks(lambda: save_adapter(model, tokenizer, run.folder) if writes else None)
     verdict = check_adapter(model, run.folder, _take_tokens(prepared.train, tokenizer, arguments.device))
-    tell(f"adapter: saved to {run.folder} and read back: {verdict}")
+    log(f"adapter: saved to {run.folder} and read back: {verdict}")
     measured = meter.read()
     run.add_rank_line({"step": trainer.state.global_step} | measured)
     if plan is not None:
-        tell(_compare_with_plan(plan.choice, measured))
+        log(_compare_with_plan(plan.choice, measured))
     status.end("done")
     _end_group(trainer)
 
@@ -186,15 +186,15 @@ def settle_dtype(
     config: RunConfig,
     device: torch.device,
     checkpoint: Path | None,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     explain: Callable[[torch.device], str | None] | None = None,
 ) -> RunConfig:
     """Return the configuration with what `dtype: auto` becomes; an explicit one is as it was asked for.
 
-    A run goes on in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
+    A run continues in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
 
     Args:
-        checkpoint: that the run goes on from.
+        checkpoint: that the run resumes from.
         explain: as for `choose_dtype`.
 
     Ranks: collective over all ranks.
@@ -203,15 +203,17 @@ def settle_dtype(
         return config
     saved = dist.broadcast_object(raise_on_all_ranks(lambda: read_saved_dtype(checkpoint) if checkpoint else None))
     if saved is not None:
-        tell(f"dtype: {saved}, as before {checkpoint}")
+        log(f"dtype: {saved}, as before {checkpoint}")
         return config.with_dtype(saved)
     config, notes = settle_dtype_here(config, device, explain)
     for note in notes:
-        tell(note)
+        log(note)
     return config
 
 
-def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable[[str], None]) -> tuple[PeftModel, int]:
+def _load(
+    config: RunConfig, placement: PlacementOptions | ResolvedPlacement, run: Run, log: Callable[[str], None]
+) -> tuple[PeftModel, int]:
     """Return the model with its adapter, and how many bytes the whole base takes."""
     begin_s = time.perf_counter()
     model = api.load(
@@ -226,7 +228,7 @@ def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable
         cache_quantized=config.cache_quantized,
         num_labels=1 if config.trl_method.is_classifier else None,
         progress=run.status.advance,
-        **placement,
+        placement=placement,
     )
     base_bytes = sum(field.num_bytes for unit in engine_of(model).units for field in unit.layout.fields)
     computed_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
@@ -236,7 +238,7 @@ def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable
         f", {describe_quantization(quantization)} ({computed_bytes / 2**30:.3f} before)" if quantization else ""
     )
     stats = api.stats(model)
-    tell(
+    log(
         f"model: {base_bytes / 2**30:.3f} GiB of frozen base{from_bytes}; each of {dist.get_world_size()} ranks holds "
         f"{stats.bytes_at_rest / 2**30:.3f} GiB of it on its device and {stats.host_bytes_at_rest / 2**30:.3f} GiB in "
         f"host memory; loaded in {time.perf_counter() - begin_s:.1f} s; "
@@ -245,15 +247,15 @@ def _load(config: RunConfig, placement: dict[str, Any], run: Run, tell: Callable
     return model, base_bytes
 
 
-def _set_aside(folder: Path, resumed_step: int | None, deletes: bool, tell: Callable[[str], None]) -> None:
-    """Rename the checkpoints that this run goes on without: damaged ones, and those of steps that it does again."""
-    for found in list_checkpoints(folder):
+def _set_aside(run: Run, resumed_step: int | None, deletes: bool) -> None:
+    """Rename the checkpoints that this run continues without: damaged ones, and those of steps that it does again."""
+    for found in list_checkpoints(run.folder):
         if resumed_step is not None and read_step(found) <= resumed_step:
             continue
         if deletes:
             delete(found)
         else:
-            tell(f"{found.name} is not gone on from: it is now {set_aside(found).name}")
+            run.events.emit("checkpoint_set_aside", checkpoint=found.name, renamed=set_aside(found).name)
 
 
 def _train(trainer: Trainer, checkpoint: Path | None) -> None:
@@ -281,9 +283,9 @@ def _end_group(trainer: Trainer) -> None:
 
 
 def _place(
-    config: RunConfig, prepared: Prepared, device: torch.device, run: Run, tell: Callable[[str], None]
-) -> tuple[dict[str, Any], Plan | None]:
-    """Return the arguments of `load` that say where the base rests, and a plan: what is left to `auto` is planned.
+    config: RunConfig, prepared: Prepared, device: torch.device, run: Run, log: Callable[[str], None]
+) -> tuple[PlacementOptions | ResolvedPlacement, Plan | None]:
+    """Return where the base rests, for `load`, and a plan: what is left to `auto` is planned.
 
     Where nothing is, rank 0 alone has a plan, for the record.
 
@@ -292,7 +294,6 @@ def _place(
 
     Ranks: collective over all ranks where there is something to plan; all get one plan.
     """
-    options = config.placement_options()
 
     def describe() -> Training:
         return describe_training(
@@ -304,20 +305,20 @@ def _place(
         )
 
     if not config.is_placement_open:
-        return options, _foresee(config, describe, device, run, tell) if dist.get_rank() == 0 else None
+        return config, _foresee(config, describe, device, run, log) if dist.get_rank() == 0 else None
     training = describe()
     try:
         plan = plan_here(describe_base(config), training, device, config)
     except PlanError as error:
-        tell(f"placement: {error}; taking shard, give --placement for another")
-        return options | {"placement": "shard", "activation_checkpointing_layers": "all"}, None
+        log(f"placement: {error}; taking shard, give --placement for another")
+        return config.model_copy(update={"placement": "shard", "activation_checkpointing_layers": "all"}), None
     run.save_plan(plan.to_json())
-    tell(f"placement: {plan.reason}")
-    return {"placement": plan.choice.placement}, plan
+    log(f"placement: {plan.reason}")
+    return plan.choice.placement, plan
 
 
 def _foresee(
-    config: RunConfig, describe: Callable[[], Training], device: torch.device, run: Run, tell: Callable[[str], None]
+    config: RunConfig, describe: Callable[[], Training], device: torch.device, run: Run, log: Callable[[str], None]
 ) -> Plan | None:
     """Write down what a placement that a person has chosen is predicted to cost; None where that cannot be told.
 
@@ -330,7 +331,7 @@ def _foresee(
             plan = plan_given(describe_base(config), describe(), device, config, dist.get_world_size(), node_size)
             run.save_plan(plan.to_json())
     except UserError as error:  # the run may work all the same: whether it does is not found out here
-        tell(f"plan.json is not written: {error}")
+        log(f"plan.json is not written: {error}")
         run.drop_plan()
         return None
     return plan
@@ -383,8 +384,13 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
     config_class = getattr(trl, method.config_class)
     if world_size is not None:
         config_class = type(method.config_class, (config_class,), {"world_size": world_size})
+    options = config.trainer_options | decided
+    if hasattr(config_class, "activation_checkpointing"):  # the newer name, without which transformers warns
+        options = {
+            name.replace("gradient_checkpointing", "activation_checkpointing"): options[name] for name in options
+        }
     try:
-        arguments = config_class(**config.trainer_options | decided)
+        arguments = config_class(**options)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise ConfigError(f"TRL's {method.config_class} refuses the options: {' '.join(str(error).split())}") from error
     if arguments.optim_target_modules is None:  # the others are made for a model
@@ -408,7 +414,7 @@ def build_trainer(
     arguments: TrainingArguments,
     prepared: Prepared,
     rewards: Sequence[Reward],
-    survival: Survival,
+    hooks: RunHooks,
 ) -> Trainer:
     """Return TRL's trainer of the method, with complete checkpoints and what else makes a run survive.
 
@@ -425,8 +431,8 @@ def build_trainer(
     if config.loraplus_lr_ratio is not None:
         optimizer = make_loraplus_optimizer(model, arguments, config.loraplus_lr_ratio)
     try:
-        return make_surviving(getattr(trl, method.trainer_class))(
-            survival=survival,
+        return make_checkpointing(getattr(trl, method.trainer_class))(
+            hooks=hooks,
             model=model,
             args=arguments,
             train_dataset=prepared.train,

@@ -1,4 +1,4 @@
-"""What a run of `finetune` does beyond TRL's trainer: complete checkpoints, stops on request, a look at the numbers.
+"""What a run of `finetune` does beyond TRL's trainer: complete checkpoints, stops on request, a check of the values.
 
 Each of these needs all ranks to do the same at the same step. So in each step, once the gradient's norm is known and
 before the optimizer steps, the ranks agree on whether somebody was asked to stop and whether a number is not finite.
@@ -34,13 +34,18 @@ _ENTROPY_NAME = "entropy_ctrl_state.json"  # what TRL calls it
 
 
 @dataclass(frozen=True)
-class Survival:
-    """What a `SurvivingTrainer` is told.
+class RunHooks:
+    """What the run gives a `CheckpointingTrainer`.
 
-    `facts` go into each checkpoint's manifest. `rows_per_step` is given where each epoch is to be made of whole steps
-    (`global_batch_size`). `saved_world_size` is that of the checkpoint that is gone on from. `tell` shows a line to the
-    person, on one rank; `enter` is told the phase that the trainer comes to, and the step. A rank that waits for others
-    at the end of a step says after `wait_warning_s` where they are, and what `describe_ranks` knows of them.
+    Attributes:
+        facts: go into each checkpoint's manifest.
+        rows_per_step: examples of a step, where each epoch is to be made of full steps (`global_batch_size`).
+        saved_world_size: that of the checkpoint that is resumed from.
+        log: prints a line, on one rank.
+        emit: records an event of the run, on one rank.
+        enter: hears of the phase that the trainer comes to, and the step.
+        wait_warning_s: how long a rank waits for others at the end of a step before it says where they are.
+        describe_ranks: what else is known of them.
     """
 
     stop: StopRequest
@@ -48,30 +53,31 @@ class Survival:
     nonfinite: NonfiniteRule
     rows_per_step: int | None
     saved_world_size: int | None
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
+    emit: Callable[..., None]
     enter: Callable[[Literal["evaluate", "save"], int], None]
     wait_warning_s: float = dist.WAIT_WARNING_S
     describe_ranks: Callable[[], str] = lambda: ""
 
 
-class SurvivingTrainer(FiniteTrainer):
-    """A mixin over one of TRL's trainers, made by `make_surviving`.
+class CheckpointingTrainer(FiniteTrainer):
+    """A mixin over one of TRL's trainers, made by `make_checkpointing`.
 
     Ranks: `_get_grad_norm` and `_save_checkpoint` are collective over all ranks, and called on all by the trainer.
     """
 
-    survival: Survival
+    hooks: RunHooks
     control: TrainerControl
 
-    def __init__(self, *args: Any, survival: Survival, **kwargs: Any) -> None:
-        self.survival = survival
-        self._host_group = dist.HostGroup.of_all(survival.wait_warning_s, survival.describe_ranks)
+    def __init__(self, *args: Any, hooks: RunHooks, **kwargs: Any) -> None:
+        self.hooks = hooks
+        self._host_group = dist.HostGroup.of_all(hooks.wait_warning_s, hooks.describe_ranks)
         self._stop_signal = 0
         self._saves_now = False
         self._saved_step = -1
         self._sampler: _EpochSampler | None = None
         self._best: _Best | None = None  # the one that is on the disk
-        super().__init__(*args, nonfinite=survival.nonfinite, **kwargs)
+        super().__init__(*args, nonfinite=hooks.nonfinite, **kwargs)
         # Rotation is ours: the trainer's deletes in place, and at the end of the training even the newest.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
 
@@ -97,9 +103,9 @@ class SurvivingTrainer(FiniteTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         numbers = self._read_numbers(grad_norm)
-        asked = self.survival.stop.signal_name
+        asked = self.hooks.stop.signal_name
         own = [signal.Signals[asked].value if asked else 0, not all(map(math.isfinite, numbers))]
-        own.append(self._saves_now or self.survival.stop.take_save())
+        own.append(self._saves_now or self.hooks.stop.take_save())
         self._stop_signal, is_any_bad, saves_now = self._host_group.find_largest(own, "end a step")
         self._saves_now = bool(saves_now)
         if is_any_bad:
@@ -114,7 +120,7 @@ class SurvivingTrainer(FiniteTrainer):
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             self._sampler = _EpochSampler(sampler, seed)
             return self._sampler
-        rows_per_step = self.survival.rows_per_step
+        rows_per_step = self.hooks.rows_per_step
         if rows_per_step is None:
             return sampler
         num_steps, num_left = divmod(len(sampler.data_source), rows_per_step)
@@ -129,7 +135,7 @@ class SurvivingTrainer(FiniteTrainer):
             self._do_as_asked()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self.survival.enter("evaluate", self.state.global_step)
+        self.hooks.enter("evaluate", self.state.global_step)
         return super().evaluate(*args, **kwargs)
 
     def _do_as_asked(self) -> None:
@@ -138,7 +144,8 @@ class SurvivingTrainer(FiniteTrainer):
                 self._save_checkpoint(self.model, None)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
             if self._saved_step == self.state.global_step:
-                self.survival.tell(f"{self._name_checkpoint()} was asked for ({SAVE_SIGNAL.name}), and is complete")
+                asked = {"path": str(self._name_checkpoint()), "signal": SAVE_SIGNAL.name}
+                self.hooks.emit("checkpoint_requested", step=self.state.global_step, **asked)
         self._stop_if_asked()
         self._saves_now = False
 
@@ -152,20 +159,18 @@ class SurvivingTrainer(FiniteTrainer):
         if self._saved_step != self.state.global_step:
             raise CheckpointError(
                 f"{name} asked the run to stop, and the checkpoint of step {self.state.global_step} could not be "
-                f"written (see above): --resume auto goes on from the newest complete one"
+                "written (see above)",
+                fix="--resume auto resumes from the newest complete one",
             )
-        raise RunStopped(
-            f"stopped by {name}, saved at step {self.state.global_step} in "
-            f"{self._name_checkpoint()}: go on with --resume auto"
-        )
+        raise RunStopped(signal=name, step=self.state.global_step, checkpoint=str(self._name_checkpoint()))
 
     def _name_checkpoint(self) -> Path:
         return Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint that is complete or not there at all; go on without it where the disk does not take it."""
+        """Write a checkpoint that is complete or not there at all; continue without it where a disk refuses it."""
         checkpoint = self._name_checkpoint()
-        self.survival.enter("save", self.state.global_step)
+        self.hooks.enter("save", self.state.global_step)
         self.store_flos()
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(checkpoint)
@@ -176,16 +181,18 @@ class SurvivingTrainer(FiniteTrainer):
             best = self.state.best_model_checkpoint
             remaining = _find_problem(lambda: self._rotate(checkpoint, best), checkpoint.parent)
             if remaining is not None:
-                self.survival.tell(f"older checkpoints than {checkpoint.name} were not deleted: {remaining}")
+                self.hooks.log(f"older checkpoints than {checkpoint.name} were not deleted: {remaining}")
         else:
             # An evaluation whose adapter is not kept is not the one that later ones must be better than.
             assert self._best is not None
             self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint = self._best
             if self.args.should_save:
                 shutil.rmtree(place_partial(checkpoint), ignore_errors=True)
-            self.survival.tell(f"{checkpoint.name} was not written: {problem}. The next save is tried as usual")
+            failed = {"checkpoint": checkpoint.name, "problem": problem}
+            self.hooks.emit("checkpoint_failed", step=self.state.global_step, **failed)
             return
         self._saved_step = self.state.global_step
+        self.hooks.emit("checkpoint_saved", step=self.state.global_step, checkpoint=checkpoint.name)
         self._best = self._read_best()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
@@ -216,32 +223,32 @@ class SurvivingTrainer(FiniteTrainer):
 
     @property
     def _is_resumable(self) -> bool:
-        """Whether a checkpoint is to hold more than the adapter: one that a person asks for is to be gone on from."""
+        """Whether a checkpoint is to hold more than the adapter: one that a person asks for is to be resumed from."""
         return not self.args.save_only_model or bool(self._stop_signal) or self._saves_now
 
     def _complete(self, checkpoint: Path) -> None:
         if self.args.should_save:
-            publish(checkpoint, self.survival.facts | {"is_resumable": self._is_resumable})
+            publish(checkpoint, self.hooks.facts | {"is_resumable": self._is_resumable})
 
     def _rotate(self, checkpoint: Path, best: str | None) -> None:
         if self.args.should_save:
             rotate(checkpoint, self._save_total_limit, best)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        saved = self.survival.saved_world_size
+        saved = self.hooks.saved_world_size
         if checkpoint is None or saved in (None, self.args.world_size):
             super()._load_rng_state(checkpoint)
             return
         set_seed(self.args.seed + self.state.global_step)
-        self.survival.tell(
+        self.hooks.log(
             f"{Path(checkpoint).name} holds the random states of {saved} ranks, and there are {self.args.world_size}: "
-            "they begin anew, which dropout alone feels"
+            "they begin anew, which changes dropout alone"
         )
 
 
-def make_surviving(trainer_class: type[Trainer]) -> type[SurvivingTrainer]:
-    """Return one of TRL's trainers, under its own name, as a `SurvivingTrainer`."""
-    return type(trainer_class.__name__, (SurvivingTrainer, trainer_class), {})
+def make_checkpointing(trainer_class: type[Trainer]) -> type[CheckpointingTrainer]:
+    """Return one of TRL's trainers, under its own name, as a `CheckpointingTrainer`."""
+    return type(trainer_class.__name__, (CheckpointingTrainer, trainer_class), {})
 
 
 class _EpochSampler(Sampler):

@@ -1,15 +1,15 @@
-"""Folders that are derived from models, made once on a machine, and whole or not there."""
+"""Folders that are derived from models: made once on a machine, and complete or not there."""
 
 from __future__ import annotations
 
-import os
+import errno
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from filelock import FileLock
+
+from ..runtime.atomic_folder import fill_atomically, list_partials, remove_abandoned
 
 _LOOK_S = 0.2
 
@@ -25,7 +25,7 @@ def make_once(
     Of the processes on a machine the first to come makes it, the others wait for it.
 
     Args:
-        check_room: told the bytes that are free before anything is written; raises where they are too few.
+        check_room: called with the free bytes before anything is written; raises where they are too few.
         fill: writes what is to be in the folder into one that becomes it when all is there.
         look: given, now and then while another process makes it, the folders that are being filled.
 
@@ -37,27 +37,18 @@ def make_once(
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     def look_on() -> bool:
-        look(list(folder.parent.glob(f"{folder.name}.partial-*")))
+        look(list_partials(folder))
         return False  # and wait on
 
     with FileLock(folder.with_suffix(".lock")).acquire(poll_interval=_LOOK_S, cancel_check=look_on):
         if folder.is_dir():
             return
-        _remove_left_over(folder)
+        remove_abandoned(folder)
         check_room(shutil.disk_usage(folder.parent).free)
-        # A name of its own: file locks do not reach other machines on every network file system.
-        partial = folder.with_name(f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}")
         try:
-            partial.mkdir()
-            fill(partial)
-            if not folder.is_dir():
-                os.rename(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Remove what processes of this machine left that were killed while they made it."""
-    for partial in folder.parent.glob(f"{folder.name}.partial-{socket.gethostname()}-*"):
-        if not psutil.pid_exists(int(partial.name.rpartition("-")[2])):
-            shutil.rmtree(partial)
+            with fill_atomically(folder) as partial:
+                fill(partial)
+        except OSError as error:
+            # Another machine was faster: file locks do not reach it on every network file system.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not folder.is_dir():
+                raise

@@ -116,11 +116,16 @@ def make_place(demo, tmp_path_factory) -> Callable[[], Path]:
 
 @pytest.fixture(scope="session")
 def add_demo_run(demo_run) -> Callable[[Path, str], Path]:
-    """Copy the finished run of the demo into a folder of runs, once: `add_demo_run(server.root, "first")`."""
+    """Copy the finished run of the demo into a folder of runs, once: `add_demo_run(server.root, "first")`.
+
+    Files share a server, in any order: a name that another test has given to a run of its own fails at once.
+    """
+    added: set[Path] = set()
 
     def add(root: Path, name: str) -> Path:
-        if not (root / name).exists():
+        if root / name not in added:
             shutil.copytree(demo_run, root / name)
+            added.add(root / name)
         return root / name
 
     return add

@@ -48,13 +48,13 @@ def set_field(page: Page, label: str, text: str) -> None:
 def shorten_answers(page: Page) -> None:
     """Have a model that never comes to an end answer with a few tokens."""
     page.get_by_role("button", name="Settings").click()
-    set_field(page, "Longest answer, in tokens", "64")
+    set_field(page, "Max new tokens", "64")
     page.get_by_role("button", name="Settings").click()
 
 
 def wait_for_answers(page: Page, count: int) -> None:
     """Wait until each of the two panes has so many answers that have ended."""
-    for name in ("Base", "With the adapter"):
+    for name in ("Base", "With adapter"):
         expect(find_talk(page, name).locator(".turn-model .subdued")).to_have_count(count, timeout=LOAD_MS)
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
@@ -71,7 +71,7 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_t
     send(page, question)
     expect(page.get_by_text("placement: ")).to_be_visible(timeout=LOAD_MS)
     wait_for_answers(page, 1)
-    base, adapter = find_talk(page, "Base"), find_talk(page, "With the adapter")
+    base, adapter = find_talk(page, "Base"), find_talk(page, "With adapter")
     assert question in base.inner_text() and question in adapter.inner_text()
     assert page.locator(".talk :is(img, script, a)").count() == 0 and page.evaluate("window.evil") is None
     wide = [pane.bounding_box() for pane in (base, adapter)]
@@ -84,7 +84,7 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_t
     send(page, "And dinner with Omar on Monday")
     wait_for_answers(page, 2)
     page.get_by_role("button", name="Reset").click()
-    expect(page.get_by_text("Nothing said yet.")).to_have_count(2)
+    expect(page.get_by_text("No messages yet.")).to_have_count(2)
     send(page, "Book lunch with Anna on Friday at noon")
     wait_for_answers(page, 1)
     shoot(page, "chat")
@@ -101,7 +101,7 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_t
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("alert")).to_contain_text("message")
     page.get_by_role("button", name="Settings").click()
-    set_field(page, "Longest answer, in tokens", "0")
+    set_field(page, "Max new tokens", "0")
     send(page, "Lunch with Anna")
     expect(page.get_by_role("alert")).to_contain_text("max_new_tokens: ")
     expect(page.get_by_label("Message", exact=True)).to_have_value("Lunch with Anna")
@@ -114,7 +114,7 @@ def test_where_there_is_nothing_to_talk_to(server, page):
     """Catches an empty page that does not say what to do next, and a name from the address that becomes markup."""
     open_page(page, "chat?run=without")
     expect(page.get_by_text("'without'")).to_be_visible()
-    expect(page.get_by_role("link", name="Talk to another")).to_have_attribute("href", "chat")
+    expect(page.get_by_role("link", name="Choose another run")).to_have_attribute("href", "chat")
     open_page(page, "chat?run=%3Cimg%20src%3Dhttp%3A%2F%2Fother.example%2F%3E")
-    expect(page.get_by_role("link", name="Talk to another")).to_be_visible()
+    expect(page.get_by_role("link", name="Choose another run")).to_be_visible()
     assert page.locator("main img").count() == 0

@@ -14,12 +14,15 @@ from playwright.sync_api import Locator, Page, expect
 from lorashard_ui.running.jobs import Jobs
 
 PACKED = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
-# In the place of a merge, which loads torch and a model: says how far it is until a signal ends it.
+# Stands in for a merge, which loads torch and a model: reports its progress and waits for a signal.
 MERGE = """
 import pathlib, sys, time
+from lorashard.runtime.progress import told_progress
 partial = pathlib.Path(sys.argv[1])
 partial.touch()
-print("lorashard: 3 of 12 units merged", flush=True)
+with told_progress("merging") as progress:
+    progress(3, 12, "units")
+print("a quarter is merged", flush=True)
 try:
     time.sleep(300)
 finally:
@@ -95,7 +98,7 @@ def test_jobs_are_followed_and_canceled(server, page):
     rows = page.locator("table tbody tr")
     wait_for_job(page, "merge demo", "running")
     expect(rows.first.get_by_role("progressbar")).to_have_attribute("value", "0.25")
-    expect(page.locator("#job-log textarea")).to_have_value(re.compile("3 of 12 units merged"))
+    expect(page.locator("#job-log textarea")).to_have_value(re.compile("a quarter is merged"))
     expect(rows.nth(1)).to_contain_text("exit code 2")
     expect(rows.nth(1)).to_contain_text("lorashard: error: no runs/demo <img src=http")
     assert page.locator("main img, table img").count() == 0
@@ -120,7 +123,7 @@ def test_a_mistake_is_answered_and_no_token_asked_for(server, page):
     press_until_said(page.get_by_label("Upload to"), "https://me:password@other.example/x", merge, alert, "://")
     assert "password" not in alert.inner_text() and "Traceback" not in alert.inner_text()
     choose(page, "Push")
-    expect(page.get_by_text("Tokens are not").filter(visible=True)).to_be_visible()
+    expect(page.get_by_text("Tokens cannot").filter(visible=True)).to_be_visible()
     upload = page.get_by_role("button", name="Upload the adapter")
     press_until_said(page.get_by_label("Repo", exact=True), "me/model", upload, alert, "hf auth login")
     assert len(Jobs(server.root).list()) == before

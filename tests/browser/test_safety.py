@@ -120,7 +120,7 @@ def test_another_sites_page_reads_nothing(client):
 
 def test_no_file_is_given_that_was_not_uploaded(client, ui_server):
     """Gradio serves files by their path."""
-    run = ui_server.root / "first"
+    run = ui_server.root / "private"
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text("a: 1\n")
     serving = find_serving(ui_server.root)
@@ -129,7 +129,7 @@ def test_no_file_is_given_that_was_not_uploaded(client, ui_server):
         "/etc/passwd",
         "../../../../../../etc/passwd",
         str(run / "config.yaml"),
-        f"{serving}/../first/config.yaml",
+        f"{serving}/../private/config.yaml",
         f"{serving}/link",
         str(Path.home() / ".ssh/id_rsa"),
         str(REPOSITORY / "pyproject.toml"),

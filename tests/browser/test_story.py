@@ -104,7 +104,7 @@ def test_from_the_form_to_a_merged_model(start_ui, open_tab, make_place, page_er
     page.wait_for_url("**/new")
     start_from_form(page, "first")
     # What had loaded torch is gone, and no GPU's memory with it.
-    assert not [p for p in server.list_processes() if "lorashard_ui.running.answering" in p.cmdline()]
+    assert not [p for p in server.list_processes() if "lorashard_ui.running.worker_main" in p.cmdline()]
     asked = (run / "asked.yaml").read_text()
     assert "learning_rate: 0.005" in asked and "activation_checkpointing: false" in asked
 
@@ -173,19 +173,19 @@ def test_from_the_form_to_a_merged_model(start_ui, open_tab, make_place, page_er
     # Talked to, merged, and verified.
     open_page(page, "chat?run=first")
     page.get_by_role("button", name="Settings").click()
-    tokens = page.get_by_label("Longest answer, in tokens", exact=True)
+    tokens = page.get_by_label("Max new tokens", exact=True)
     tokens.fill("32")
     tokens.press("Tab")
     page.get_by_label("Message", exact=True).fill("Book lunch with Anna on Friday at 12:30 pm, please.")
     page.keyboard.press("Enter")
-    for talk in ("Base", "With the adapter"):
+    for talk in ("Base", "With adapter"):
         answer = page.get_by_role("region", name=talk, exact=True).locator(".turn-model .subdued")
         expect(answer).to_have_count(1, timeout=STATE_MS)
     page.get_by_role("button", name="Unload").click()
     expect(page.get_by_text("Not loaded: unloaded")).to_be_visible()
     open_page(page, "export?run=first")
     page.get_by_role("tab", name="Merge", exact=True).click()
-    expect(page.get_by_label("new folder")).to_have_value("first-merged")
+    expect(page.get_by_label("Output folder")).to_have_value("first-merged")
     do_job(page, "Merge", "merge first")
     assert (place / "runs" / "first-merged" / "model.safetensors").is_file()
     expect(page.locator("#job-log textarea")).to_have_value(re.compile("the adapter changed"))

@@ -82,20 +82,20 @@ MISTAKES = {
     "a model's code": ("start_run", {"name": "a", "options": DEMO | {"trust_remote_code": True}}, "trust_remote_code"),
     "a folder elsewhere": ("start_run", {"name": "../a", "options": DEMO}, "name of a"),
     "its own folder": ("start_run", {"name": "a", "options": DEMO | {"output_dir": "/tmp/x"}}, "output_dir"),
-    "another type": ("get_run", {"name": ["first"]}, "name: "),
+    "another type": ("get_run", {"name": ["finished"]}, "name: "),
     "a number in place of text": ("compare_runs", {"names": [1]}, "names: "),
     "text in place of options": ("plan", {"options": "all"}, "options: "),
     "an unknown run": ("stop_run", {"name": "none"}, "none"),
     "a climbing name": ("delete_run", {"name": ".."}, "name of a"),
     "an unknown job": ("get_job", {"job_id": "../x"}, "job"),
-    "a merge elsewhere": ("start_merge", {"name": "first", "out": "/tmp/merged"}, "out: "),
-    "an unknown log": ("get_log", {"name": "first", "rank": "../config.yaml"}, "../config.yaml"),
+    "a merge elsewhere": ("start_merge", {"name": "finished", "out": "/tmp/merged"}, "out: "),
+    "an unknown log": ("get_log", {"name": "finished", "rank": "../config.yaml"}, "../config.yaml"),
 }
 
 
 def test_mistakes_are_answered_in_the_command_lines_words(call, add_demo_run, ui_server):
     """`AppError: None` tells a program's author nothing; a traceback tells too much."""
-    add_demo_run(ui_server.root, "first")
+    add_demo_run(ui_server.root, "finished")  # other files' tests have runs called "first" here
     for mistake, (endpoint, arguments, expected) in MISTAKES.items():
         with pytest.raises(AppError) as error:
             call(endpoint, **arguments)

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from helpers.finetune import LORASHARD as LORASHARD
 from helpers.tiny import VOCAB_SIZE, add_lora, build_base
 from helpers.words import make_tokenizer
 

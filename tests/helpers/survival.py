@@ -44,7 +44,7 @@ if SLOW_S:
         setattr(os, name, slow(getattr(os, name)))
 
 def watch(module):
-    train = module.SurvivingTrainer.training_step
+    train = module.CheckpointingTrainer.training_step
     if hasattr(train, "is_watched"):
         return
     def training_step(self, model, inputs, *args, **kwargs):
@@ -58,7 +58,7 @@ def watch(module):
             os.kill(os.getpid(), signal.SIGUSR1)
         return train(self, model, inputs, *args, **kwargs)
     training_step.is_watched = True
-    module.SurvivingTrainer.training_step = training_step
+    module.CheckpointingTrainer.training_step = training_step
 """ + call_after_import("lorashard.training.trainer", "watch")
 
 
@@ -144,7 +144,7 @@ def hash_files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("status.json", ".lock") and path.parent.name != "logs"
+        if path.is_file() and path.name not in ("status.json", "events.jsonl", ".lock") and path.parent.name != "logs"
     }
 
 

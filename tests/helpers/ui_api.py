@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from lorashard_ui.app import build_app
-from lorashard_ui.desk import Desk
+from lorashard_ui.app_context import AppContext
 
 
 def list_documented(document: Path) -> dict[str, list[str]]:
@@ -17,9 +17,9 @@ def list_documented(document: Path) -> dict[str, list[str]]:
 
 def list_endpoints(root: Path) -> dict[str, list[str]]:
     """Return the same of the app."""
-    desk = Desk.open(root)
-    info = build_app(desk).get_api_info()
-    desk.close()
+    context = AppContext.open(root)
+    info = build_app(context).get_api_info()
+    context.close()
     assert not info["unnamed_endpoints"]
     return {
         name.strip("/"): [p["parameter_name"] + "=" * p["parameter_has_default"] for p in endpoint["parameters"]]

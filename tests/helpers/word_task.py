@@ -15,14 +15,14 @@ from transformers import Trainer, set_seed
 from helpers.tiny import build_base
 from helpers.words import make_tokenizer
 from lorashard import api
-from lorashard.config.data_options import DataOptions
 from lorashard.config.run_config import RunConfig
 from lorashard.data.prepare import prepare
 from lorashard.data.tokenizer import load_tokenizer
+from lorashard.runs.events import describe_event
 from lorashard.runtime.signals import StopRequest
 from lorashard.training.nonfinite import NonfiniteRule
 from lorashard.training.train import build_arguments, build_trainer
-from lorashard.training.trainer import Survival
+from lorashard.training.trainer import RunHooks
 
 WORDS = [f"w{number}" for number in range(60)]
 POISON = "poison"
@@ -74,25 +74,26 @@ def build(folder: Path, told: list[str] | None = None, noted: list[dict] | None 
 
     Args:
         told: Gets the lines for the person.
-        noted: Gets what the rank writes down of numbers that are not finite.
+        noted: Gets the fields of the rank's events about values that are not finite.
     """
     config = RunConfig.resolve(None, make_words(**{"model": folder / "model", "output_dir": folder / "out"} | options))
     tokenizer = load_tokenizer(config.model_name_or_path)
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer, folder / "cache", config.trl_method)
+    prepared = prepare(config.data_options(), tokenizer, folder / "cache", config.trl_method)
     arguments = build_arguments(config, use_cpu=True)
-    tell = ([] if told is None else told).append
-    survival = Survival(
+    log = ([] if told is None else told).append
+    hooks = RunHooks(
         stop=StopRequest(),
         facts={},
         nonfinite=NonfiniteRule(
             skips=config.on_nonfinite == "skip",
             name_rows=lambda rows, num_rows: prepared.name_rows(rows, num_rows, tokenizer),
-            tell=tell,
-            note=([] if noted is None else noted).append,
+            log=log,
+            emit=lambda kind, **fields: None if noted is None else noted.append(fields),
         ),
         rows_per_step=config.global_batch_size,
         saved_world_size=None,
-        tell=tell,
+        log=log,
+        emit=lambda kind, **fields: log(describe_event(kind, fields)),
         enter=lambda phase, step: None,
     )
     set_seed(arguments.seed)
@@ -100,6 +101,6 @@ def build(folder: Path, told: list[str] | None = None, noted: list[dict] | None 
         config.model_name_or_path,
         LoraConfig(**config.lora_options()),
         dtype=torch.float32,
-        **config.placement_options(),
+        placement=config,
     )
-    return build_trainer(config, model, tokenizer, arguments, prepared, [], survival)
+    return build_trainer(config, model, tokenizer, arguments, prepared, [], hooks)

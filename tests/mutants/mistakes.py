@@ -59,8 +59,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "wrong victim": Mutant(
         "lorashard/engine/schedule.py",
-        "if distance > best_distance:",
-        "if best_key is None or distance < best_distance:",
+        "return max(evictable,",
+        "return min(evictable,",
         "the unit that is needed next is resharded",
         COSTS,
     ),
@@ -86,14 +86,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "wrong stretch of a file": Mutant(
         "lorashard/weights/segments.py",
-        "pieces.append(Run(run.stored, run.begin + offset, numel))",
-        "pieces.append(Run(run.stored, run.begin, numel))",
+        "found.append(Segment(segment.stored, segment.begin + offset, numel))",
+        "found.append(Segment(segment.stored, segment.begin, numel))",
         "a rank reads the beginning of a stored tensor in place of its own part",
     ),
     "wrong row of scales": Mutant(
-        "lorashard/quantization/int8.py",
-        "values = numbers[first:last].float().mul_(scales[first:last]).mul_(_STEP)",
-        "values = numbers[first:last].float().mul_(scales[first:last].roll(1, 0)).mul_(_STEP)",
+        "lorashard/quantization/rowwise.py",
+        "out.copy_(codes.float().mul_(scales).mul_(_INT8_STEP))",
+        "out.copy_(codes.float().mul_(scales.roll(1, 0)).mul_(_INT8_STEP))",
         "a row is scaled by its neighbor's scale",
     ),
     "scales of another expert": Mutant(
@@ -144,8 +144,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
-        "if getattr(self, _INDEX_ATTRIBUTE) >= floor.lowest:",
-        "if getattr(self, _INDEX_ATTRIBUTE) > floor.lowest:",
+        "if floor.index_of[self] >= floor.lowest:",
+        "if floor.index_of[self] > floor.lowest:",
         "the lowest layer with an adapter gets no gradient",
     ),
     "head not quantized": Mutant(
@@ -156,9 +156,9 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/unit/model/test_quantizing.py",),
     ),
     "later adapter not broadcast": Mutant(
-        "lorashard/model/adding.py",
-        "    check_frozen(model)\n    share_adapters(model, known)",
-        "    check_frozen(model)",
+        "lorashard/model/added_adapters.py",
+        "        check_frozen(model)\n        share_adapters(model, known)",
+        "        check_frozen(model)",
         "each rank trains an adapter, added later, that it has drawn for itself",
         ("tests/distributed/model/test_peft_adding.py",),
     ),
@@ -300,8 +300,8 @@ MUTANTS: dict[str, Mutant] = {
     # The loader
     "cast from the beginning": Mutant(
         "lorashard/weights/weights.py",
-        "offset = (run.begin + first) * stored.dtype.itemsize",
-        "offset = first * stored.dtype.itemsize",
+        "offset = segment.begin + first",
+        "offset = first",
         "a rank casts the beginning of a stored tensor in place of its own part",
         ("tests/unit/weights/test_weights.py", "-k", "cast"),
     ),
@@ -314,22 +314,22 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first part of a fused weight": Mutant(
         "lorashard/weights/segments.py",
-        "self.cut((end - size) * row_numel, end * row_numel)",
-        "self.cut(0, size * row_numel)",
+        "self.slice((end - size) * row_numel, end * row_numel)",
+        "self.slice(0, size * row_numel)",
         "what a fused tensor is split into begins with the same rows",
         ("tests/unit/weights/test_weights.py", "-k", "conversion"),
     ),
     "values for scales": Mutant(
         "lorashard/model/sources.py",
-        "source.fill(weight, begin, end, staging, number)",
+        "source.fill(weight, begin, end, staging, part)",
         "source.fill(weight, begin, end, staging)",
         "of a base that is stored quantized the values are taken for scales too",
         ("tests/distributed/weights/test_stored_bases.py",),
     ),
     "commit not compared": Mutant(
         "lorashard/model/loading.py",
-        "_check_commit(folder)  # the first collective",
-        "# the first collective",
+        "_check_commit(folder)\n",
+        "\n",
         "ranks load two commits of a model whose branch has moved",
         ("tests/distributed/weights/test_loading.py", "-k", "commit"),
     ),

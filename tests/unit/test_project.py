@@ -204,7 +204,9 @@ def test_tests_share_helpers_alone_and_lie_in_folders() -> None:
         name for name, imported in sources.items() if any(stems & set(word.split(".")) for word in imported)
     } == set()
     loose = {path.name for folder in ("unit", "distributed") for path in (ROOT / "tests" / folder).glob("test_*.py")}
-    assert loose == {"test_cli.py", "test_pairwise.py", "test_project.py"}, "of the project as a whole are these alone"
+    assert loose == {"test_cli.py", "test_errors.py", "test_pairwise.py", "test_project.py"}, (
+        "of the project as a whole are these alone"
+    )
 
 
 def test_each_promise_names_a_test_that_exists() -> None:

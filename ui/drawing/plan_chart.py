@@ -32,7 +32,7 @@ def plan_chart(plan: Mapping[str, Any]) -> go.Figure:
     rows = [plan["rows"][index] for index in order]
     labels = [_label(plan, index) for index in order]
     most_bytes = max([free_bytes, *(row["peak_bytes"] for row in rows)])
-    # A small model in a large memory would be a sliver: then its own size is the scale, and the end is told in words.
+    # A small model in a large memory would be a sliver: then the chart is scaled to the model.
     is_tiny = max((row["peak_bytes"] for row in rows), default=0) < free_bytes / 20
     scale_bytes = max(row["peak_bytes"] for row in rows) if is_tiny and rows else most_bytes
     size, unit = next(((size, unit) for size, unit in _UNITS if scale_bytes >= size), (1, "bytes"))
@@ -66,7 +66,7 @@ def plan_chart(plan: Mapping[str, Any]) -> go.Figure:
         )
     there_is = f"{free_bytes / 2**30:.1f} GiB for each rank"
     figure = go.Figure(traces, _lay_out(len(rows), unit))
-    # On phones a label beside its bar would leave no room for the bar, so it stands above.
+    # Above the bar: on phones a label next to it would leave no room for the bar.
     for label, words in zip(labels, _describe(rows, free_bytes), strict=True):
         figure.add_annotation(
             x=0, y=label, xref="paper", yref="y", text=f"{label}: {words}", showarrow=False, xanchor="left",
@@ -76,7 +76,7 @@ def plan_chart(plan: Mapping[str, Any]) -> go.Figure:
         figure.update_xaxes(title=f"{unit} of {there_is}")
     else:
         figure.add_vline(x=free_bytes / size, line={"color": "#D55E00", "dash": "dash", "width": 2})
-        figure.update_xaxes(title=f"{unit}; the dashed line is the end of the memory, {there_is}")
+        figure.update_xaxes(title=f"{unit}; dashed line: available memory, {there_is}")
         figure.update_xaxes(range=[0, 1.05 * most_bytes / size])
     return figure
 

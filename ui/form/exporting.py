@@ -1,4 +1,4 @@
-"""What is asked of a merge, a verification or an upload, checked as the command line checks it, before a job starts."""
+"""Check the options of a merge, a verification or an upload as the command line does, before a job starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from lorashard.runs.root import find_run
 
 from ..running.packing import find_adapter_run, has_adapter
 
-# What a merged model's base has, of an adapter that was trained on a quantized one; the first is what merging does.
+# Which base weights an adapter is merged into that was trained on a quantized base; the first is the default.
 AS_TRAINED = "as in training, dequantized"
 MERGED_BASES = {
     AS_TRAINED: [],
-    "the original numbers": ["--quantization", "none"],
+    "the original values": ["--quantization", "none"],
     "as in training, merged and quantized to nf4 again": ["--requantize", "nf4"],
     "as in training, merged and quantized to int8 again": ["--requantize", "int8"],
 }
+
+_REPO = "the id of a repo of yours, org/name"
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,12 @@ def check_merge(
     try:
         out = find_run(root, out_name.strip())
     except ConfigError as error:
-        raise ConfigError(f"out: {error}") from error
+        error.option = "out"
+        raise
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out: {out} exists and is not an empty folder: give another name, or remove it first")
+        raise ConfigError(
+            option="out", expected="a new or empty folder", found=out, fix="choose another name, or remove it first"
+        )
     options = ["--dtype", dtype, *base_words, *device_words]
     if repo.strip():
         options += ["--push_to_hub", check_repo(repo), "--hub_private_repo", str(is_private).lower()]
@@ -90,16 +95,17 @@ def check_repo(repo: str) -> str:
     """
     repo = repo.strip()
     if "://" in repo:  # it may hold a password, so it is not repeated
-        raise ConfigError("repo: expected an id of yours, org/name, found an address with '://'")
+        raise ConfigError(option="repo", expected=_REPO, found="an address with '://'")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        why = f" ({error})" if repo else ""
-        raise ConfigError(f"repo: expected an id of yours, org/name, found {repo!r}{why}") from error
+        raise ConfigError(str(error) if repo else "", option="repo", expected=_REPO, found=repr(repo)) from error
     if "/" not in repo:
-        raise ConfigError(f"repo: expected an id of yours, org/name, found {repo!r}")
+        raise ConfigError(option="repo", expected=_REPO, found=repr(repo))
     if not is_logged_in():
-        raise ConfigError("repo: nobody is logged in to the Hugging Face hub here: run `hf auth login` in a terminal")
+        raise ConfigError(
+            "nobody is logged in to the Hugging Face Hub here", option="repo", fix="run `hf auth login` in a terminal"
+        )
     return repo
 
 

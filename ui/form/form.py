@@ -1,7 +1,7 @@
-"""What the form of a new run holds, as options: read from its fields, written as YAML and as a command.
+"""The form of a new run as options: read from its fields, written as YAML and as a command.
 
-The fields' texts are the one source: YAML, command, plan and errors are made from them anew at each change. A field
-that is empty is an option that is not given. Imports neither torch nor Gradio.
+The fields' texts are the only source: YAML, command, plan and errors are computed from them at each change. An empty
+field is an option that is not set. Imports neither torch nor Gradio.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BASIC = (
     "max_steps",
 )
 RANKS = ("gpus", "cpu", "queue")
-# The page decides them: a run's folder follows from its name, and resuming has its own button.
+# Not options of the form: a run's folder follows from its name, and resuming has its own button.
 _NOT_HERE = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "task_type")
 _MAX_YAML_BYTES = 65_536
 _MAX_DEPTH = 16
@@ -61,16 +61,16 @@ class Form:
     """What was filled in.
 
     Attributes:
-        values: the options that are given, by true names, parsed.
-        name: of the run; the suggestion where none was given.
-        problems: what is wrong, by field; "" has what is no single field's.
-        missing: fields that have to be filled in and are not.
+        values: the options that are set, by canonical names, parsed.
+        name: of the run; the suggested one if the field is empty.
+        problems: the errors, by field; under "" what belongs to no single field.
+        missing: required fields that are empty.
     """
 
     method: Method
     values: dict[str, Any]
     name: str
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, ConfigError] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
     def to_yaml(self) -> str:
@@ -99,24 +99,24 @@ class Form:
 
 
 def read_form(texts: Mapping[str, str | None], root: Path, allowed: Allowed) -> Form:
-    """Return what the fields hold; mistakes are in it, for they are shown at the fields.
+    """Return what the fields hold, with the errors of each field, which are shown there.
 
     Args:
         texts: of the fields by option, with `NAME` and `MORE`.
     """
     given = {name: text for name, text in texts.items() if name not in (MORE, NAME) and (text or "").strip()}
-    problems: dict[str, str] = {}
+    problems: dict[str, ConfigError] = {}
     values: dict[str, Any] = {}
     more: list[GivenOption] = []
     try:
         more = parse_yaml(texts.get(MORE) or "", "more options")
         _refuse_twice(more, given)
     except ConfigError as error:
-        problems[MORE] = str(error)
+        problems[MORE] = error
     try:
         method = find_method([GivenOption("method", given.get("method") or "sft", "")])
     except ConfigError as error:
-        method, problems["method"] = METHODS["sft"], str(error)
+        method, problems["method"] = METHODS["sft"], error
     known = read_known_options(method)
     options = [(name, GivenOption(name, text, "")) for name, text in given.items()]
     for place, option in [*options, *((MORE, option) for option in more)]:
@@ -125,22 +125,22 @@ def read_form(texts: Mapping[str, str | None], root: Path, allowed: Allowed) -> 
             allowed.check_options(found)
             values |= found
         except ConfigError as error:
-            problems.setdefault(place, str(error))
+            problems.setdefault(place, error)
         except RecursionError:
-            problems.setdefault(place, f"{option.name}: nested too deeply")
+            problems.setdefault(place, ConfigError("nested too deeply", option=option.name))
     missing = tuple(name for name in ("model_name_or_path", "dataset") if not values.get(name) and name not in problems)
     if not problems:
         try:
             RunConfig(**({"model_name_or_path": "none yet"} | values))
         except ConfigError as error:
-            problems[_find_field(str(error), texts)] = str(error)
+            problems[error.option if error.option and error.option in texts else ""] = error
     name = (texts.get(NAME) or "").strip() or suggest_name(values, root)
     try:
         folder = find_run(root, name)
         if folder.exists():
-            raise ConfigError(f"there is a run {name!r} already: choose another name")
+            raise ConfigError(f"the run {name!r} already exists", fix="choose another name")
     except ConfigError as error:
-        problems[NAME] = str(error)
+        problems[NAME] = error
     return Form(method, values, name, problems, missing)
 
 
@@ -154,18 +154,18 @@ def parse_yaml(text: str, label: str) -> list[GivenOption]:
         ConfigError: it is no flat YAML, is too large or too deep, or has aliases, which grow without bounds.
     """
     if len(text.encode("utf-8", "replace")) > _MAX_YAML_BYTES:
-        raise ConfigError(f"{label}: expected at most {_MAX_YAML_BYTES:,} bytes of YAML, found more")
+        raise ConfigError(where=label, expected=f"at most {_MAX_YAML_BYTES:,} bytes of YAML", found="more")
     try:
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             place = f"{label}, line {event.start_mark.line + 1}" if event.start_mark else label
             if isinstance(event, yaml.AliasEvent):
-                raise ConfigError(f"{place}: aliases are not taken: write it out")
+                raise ConfigError("YAML aliases are not accepted", where=place, fix="write the value out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
-                raise ConfigError(f"{place}: nested too deeply")
+                raise ConfigError("nested too deeply", where=place)
     except RecursionError:
-        raise ConfigError(f"{label}: nested too deeply") from None
+        raise ConfigError("nested too deeply", where=label) from None
     except yaml.YAMLError:
         pass  # said below, with its line
     return parse_yaml_options(text, label)
@@ -194,7 +194,7 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
         # A character that the limit cuts in two is no reason to say that the text is not UTF-8.
         text = content.decode("utf-8", "strict" if len(content) <= _MAX_YAML_BYTES else "replace")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path.name}: expected YAML, found what is not UTF-8 text ({error.reason})") from None
+        raise ConfigError(where=path.name, expected="YAML in UTF-8", found=error.reason) from None
     return read_yaml(text, path.name)
 
 
@@ -234,9 +234,9 @@ def clone_run(root: Path, name: str) -> dict[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name}/{file} cannot be read: {error}") from error
+            raise ConfigError(f"cannot be read: {error}", where=f"{name}/{file}") from error
         return leave_out_defaults(read_yaml(text, f"{name}/{file}"))
-    raise ConfigError(f"there is no run {name!r} with a configuration to copy in {root}")
+    raise ConfigError(f"there is no run {name!r} with a configuration to copy", where=root)
 
 
 def suggest_name(values: Mapping[str, Any], root: Path) -> str:
@@ -262,7 +262,9 @@ def keep_upload(path: Path, root: Path) -> Path:
     """
     name = re.sub(r"[^\w.-]+", "_", path.name).lstrip(".")[-_MAX_NAME_LETTERS:]
     if Path(name).suffix not in DATA_SUFFIXES:
-        raise ConfigError(f"dataset: expected a file that ends in {', '.join(DATA_SUFFIXES)}, found {path.name!r}")
+        raise ConfigError(
+            option="dataset", expected=f"a file that ends in {', '.join(DATA_SUFFIXES)}", found=repr(path.name)
+        )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     folder = root / ".uploads" / digest
@@ -325,15 +327,11 @@ def _refuse_twice(more: Sequence[GivenOption], given: Mapping[str, Any]) -> None
     for option in more:
         name = _true_name(option.name)
         if name in given or name == "method":
-            raise ConfigError(f"{option.name} ({option.where}) has a field of its own: set it there, and here no more")
+            raise ConfigError("has its own field", option=option.name, where=option.where, fix="set it there")
         if name in _NOT_HERE:
-            raise ConfigError(f"{option.name} ({option.where}) is not set here: a run's folder follows from its name")
+            raise ConfigError(
+                "cannot be set here: a run's folder follows from its name", option=option.name, where=option.where
+            )
         if name in seen:
-            raise ConfigError(f"{option.name} ({option.where}) is given twice: keep one")
+            raise ConfigError("given twice", option=option.name, where=option.where, fix="keep one")
         seen.add(name)
-
-
-def _find_field(message: str, fields: Mapping[str, Any]) -> str:
-    """Return the field that a message begins with, else that of nothing."""
-    found = re.match(r"(?:no )?(\w+)", message)
-    return found[1] if found and found[1] in fields else ""

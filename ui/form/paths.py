@@ -60,18 +60,24 @@ class Allowed:
             ConfigError: it lies outside, which is all that is told of it: not whether it is there.
         """
         if "://" in path or "\0" in path:  # it may hold a password, so it is not repeated
-            raise ConfigError(f"{option}: expected a path or a hub id such as org/name, found an address with '://'")
+            raise ConfigError(
+                option=option, expected="a path or a Hub id such as org/name", found="an address with '://'"
+            )
         if option in _HUB_OPTIONS and _HUB_ID.fullmatch(path) and ".." not in path and not os.path.lexists(path):
             if option in _DATASETS and path in _list_builders():  # they take the files of the server's own folder
                 raise ConfigError(
-                    f"{option}: expected a file, a folder or a hub id, found the datasets library's {path!r}"
+                    option=option,
+                    expected="a file, a folder or a Hub id",
+                    found=f"{path!r}, a builder of the datasets library",
                 )
             return
         real = os.path.realpath(os.path.expanduser(path))
         if not any(real == folder or real.startswith(folder.rstrip(os.sep) + os.sep) for folder in self._folders):
             raise ConfigError(
-                f"{option}: {path!r} lies outside of the folders that this server may read: give one in "
-                f"{', '.join(self._own)} or the Hugging Face cache, or start it with --allow FOLDER"
+                option=option,
+                expected=f"a path in {', '.join(self._own)} or the Hugging Face cache",
+                found=repr(path),
+                fix="use one of these folders, or start the server with --allow FOLDER",
             )
 
     def check_options(self, values: Mapping[str, Any]) -> None:
@@ -88,7 +94,9 @@ class Allowed:
                 _refuse_code(name, value)
             for text in _find_texts(value):
                 if name == "output_dir" and os.path.dirname(os.path.realpath(text)) != self._root:
-                    raise ConfigError(f"output_dir: expected the folder of a run in {self._root}, found {text!r}")
+                    raise ConfigError(
+                        option="output_dir", expected=f"the folder of a run in {self._root}", found=repr(text)
+                    )
                 if name in _PATH_OPTIONS:
                     if text and not (name == "resume_from_checkpoint" and text in _RESUMES):
                         self.check(text, name)
@@ -97,25 +105,25 @@ class Allowed:
 
 
 def _refuse_code(name: str, value: Any) -> None:
-    advice = "start the server with --trust_remote_code if you trust all who reach it"
+    advice = "start the server with --trust_remote_code if you trust everybody who can reach it"
     if name == "trust_remote_code" and value:
-        raise ConfigError(f"trust_remote_code: this server runs no code that comes with models: {advice}")
+        raise ConfigError("this server runs no code from models", option=name, fix=advice)
     if name == "reward_funcs":
         for reward in value or []:
             if not _NAMED_REWARDS.fullmatch(str(reward)):
-                raise ConfigError(
-                    f"reward_funcs: this server takes TRL's own rewards by name, found {reward!r}, and imports no "
-                    f"functions: {advice}"
-                )
+                raise ConfigError(option=name, expected="the name of a TRL reward", found=repr(reward), fix=advice)
     # A hub repository with compiled kernels, which transformers downloads and runs.
     if name == "attn_implementation" and isinstance(value, str) and not re.fullmatch(r"\w+(\|\w+)?", value):
         raise ConfigError(
-            f"attn_implementation: expected a name such as sdpa or flash_attention_2, found {value!r}; this server "
-            f"runs no code from the hub: {advice}"
+            "this server runs no code from the Hub",
+            option=name,
+            expected="a name such as sdpa or flash_attention_2",
+            found=repr(value),
+            fix=advice,
         )
     for key, inner in _find_pairs(value):
         if key in _CODE_KEYS and inner:
-            raise ConfigError(f"{name}: {key} would run code of others, which this server does not: {advice}")
+            raise ConfigError(f"this server runs no code from models or the Hub ({key})", option=name, fix=advice)
 
 
 def _looks_like_path(text: str) -> bool:

@@ -1,1 +1,1 @@
-"""The pages: each builds its own components and events, from a desk."""
+"""The pages: each builds its own components and events, from a context."""

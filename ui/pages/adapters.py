@@ -1,4 +1,4 @@
-"""What the pages "Chat" and "Export" begin with: a run that has an adapter, and the devices to use it on."""
+"""The head of the pages "Chat" and "Export": a run that has an adapter, and the devices to use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gradio as gr
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, link, note, tag
 from ..running.packing import has_adapter
 
@@ -16,31 +16,29 @@ from ..running.packing import has_adapter
 def make_choice() -> tuple[gr.Dropdown, gr.CheckboxGroup, gr.Number]:
     """Add the fields for the run, its GPUs and its CPU ranks to the row that is being built."""
     run = gr.Dropdown([], label="Run", scale=3, min_width=180)
-    gpus = gr.CheckboxGroup([], label="GPUs (none ticked: the CPU)", visible=False, scale=3, min_width=180)
+    gpus = gr.CheckboxGroup([], label="GPUs (none selected: the CPU)", visible=False, scale=3, min_width=180)
     ranks = gr.Number(1, label="CPU ranks", precision=0, scale=1, min_width=100)
     return run, gpus, ranks
 
 
-def find_adapters(desk: Desk, request: gr.Request) -> tuple[list[str], str]:
+def find_adapters(context: AppContext, request: gr.Request) -> tuple[list[str], str]:
     """Return the runs that have an adapter, and the one that the page's address names, or an empty text."""
-    names = [row.name for row in desk.runs.list() if has_adapter(desk.root / row.name)]
+    names = [row.name for row in context.runs.list() if has_adapter(context.root / row.name)]
     return names, request.query_params.get("run", "")
 
 
 def draw_empty(asked_for: str, names: Sequence[str], advice: str, other: tuple[str, str]) -> Markup:
-    """Say what to do where there is no adapter.
+    """Return what to do if there is no adapter.
 
     Args:
-        asked_for: the run that has none; empty where no run has one.
+        asked_for: the run that has none; empty if no run has one.
         names: the runs that have one.
-        advice: what an adapter would be good for here.
-        other: the page, and the words, of the link to the other runs.
+        advice: what an adapter is needed for here.
+        other: the page and the text of the link to the other runs.
     """
     if asked_for:
-        first = note(
-            f"There is no adapter of a run {asked_for!r} yet: it saves one at its first checkpoint.", "warning"
-        )
-        more = [link("run", "See how it goes", "button", name=asked_for)]
+        first = note(f"The run {asked_for!r} has no adapter yet: it saves one at its first checkpoint.", "warning")
+        more = [link("run", "Open the run", "button", name=asked_for)]
         more += [link(*other, "button")] if names else []
         return tag("div", first, tag("div", *more, class_="links"))
     text = tag("p", tag("strong", "No run has an adapter yet."), f" {advice}")
@@ -48,7 +46,7 @@ def draw_empty(asked_for: str, names: Sequence[str], advice: str, other: tuple[s
 
 
 def find_device_words(gpus: Sequence[int], ranks: float | None) -> list[str]:
-    """Return what the command line calls the devices.
+    """Return the devices as command-line options.
 
     Raises:
         ConfigError: there are none.
@@ -56,5 +54,5 @@ def find_device_words(gpus: Sequence[int], ranks: float | None) -> list[str]:
     if gpus:
         return ["--gpus", ",".join(str(index) for index in sorted(gpus)) + ("," if len(gpus) == 1 else "")]
     if ranks is None:
-        raise ConfigError("cpu: expected a number of ranks, found nothing")
+        raise ConfigError(option="cpu", expected="a number of ranks", found="nothing")
     return ["--cpu", str(int(ranks))]

@@ -12,7 +12,7 @@ import gradio as gr
 from lorashard.errors import ConfigError
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, join, link, note, tag
 from ..running.chatting import Chat, End, Piece, Waiting
 from .adapters import draw_empty, find_adapters, find_device_words, make_choice
@@ -21,17 +21,17 @@ from .runs import draw_gpus
 
 _REFRESH_S = 1.0
 _STREAM_S = 0.1
-_SOURCES = {"base": "Base", "adapter": "With the adapter"}
+_SOURCES = {"base": "Base", "adapter": "With adapter"}
 _NO_TALK = json.dumps({source: [] for source in _SOURCES})
 
-# What was said, by source: `role` and `content` as in a chat template, and a `note` on how an answer ended.
+# Messages by source: `role` and `content` as in a chat template, and a `note` on how an answer ended.
 Talk = dict[str, list[dict[str, str]]]
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
-    # Kept by the browser: a server that was started again, or a model that was unloaded, goes on with it.
+    # Kept in the browser, so that a conversation survives a restarted server or an unloaded model.
     talks = gr.Textbox(visible=False, value=_NO_TALK)
     make_html(tag("h1", "Chat"))
     empty = make_html(visible=False)
@@ -49,27 +49,25 @@ def build(desk: Desk) -> None:
                     panes[source] = make_html(draw_talk(source, []))
         told = make_html(visible=False)
         question = gr.Textbox(
-            "", label="Message", placeholder="Enter sends, Shift+Enter begins a new line", lines=1, max_lines=8
+            "", label="Message", placeholder="Enter sends, Shift+Enter starts a new line", lines=1, max_lines=8
         )
         with gr.Row():
             send = gr.Button("Send", variant="primary", min_width=90)
             stop = gr.Button("Stop", interactive=False, min_width=90)
             reset = gr.Button("Reset", min_width=90)
         with gr.Accordion("Settings", open=False), gr.Row():
-            asks_base = gr.Checkbox(True, label="Ask the base too", min_width=160)
+            asks_base = gr.Checkbox(True, label="Also ask the base model", min_width=160)
             system = gr.Textbox("", label="System message", min_width=260)
-            temperature = gr.Slider(
-                0, 2, 0.7, step=0.05, label="Temperature", info="0 takes the most probable token", min_width=200
-            )
-            max_new_tokens = gr.Number(256, label="Longest answer, in tokens", precision=0, min_width=120)
+            temperature = gr.Slider(0, 2, 0.7, step=0.05, label="Temperature", info="0: greedy decoding", min_width=200)
+            max_new_tokens = gr.Number(256, label="Max new tokens", precision=0, min_width=120)
             seed = gr.Number(42, label="Seed", precision=0, min_width=120)
     parts = Parts(free=free, state=state)
     devices = [run, gpus, ranks]
 
     def arrive(request: gr.Request) -> dict[Any, Any]:
-        names, asked_for = find_adapters(desk, request)
+        names, asked_for = find_adapters(context, request)
         if not names or (asked_for and asked_for not in names):
-            text = draw_empty(asked_for, names, "Train one, and talk to it here.", ("chat", "Talk to another"))
+            text = draw_empty(asked_for, names, "Train one, then chat with it here.", ("chat", "Choose another run"))
             return {empty: gr.update(value=text, visible=True)}
         ids = [gpu.index for gpu in list_gpus()]
         return {
@@ -82,22 +80,22 @@ def build(desk: Desk) -> None:
         if not name:
             return gr.skip()
         found = list_gpus()
-        others = [chat.name for chat in desk.chats.list() if chat.name != name]
+        others = [chat.name for chat in context.chats.list() if chat.name != name]
         shown = {
             "free": show_if_any(draw_gpus(found) if found else ""),
-            "state": draw_state(desk.chats.find(name), others),
+            "state": draw_state(context.chats.find(name), others),
         }
         return parts.send(seen, shown)
 
     def begin_loading(name: str | None, gpus: Sequence[int], ranks: float | None) -> Any:
         try:
-            desk.chats.load(name or "", find_device_words(gpus, ranks))
+            context.chats.load(name or "", find_device_words(gpus, ranks))
             return show_if_any("")
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
 
     def end_loading(name: str | None) -> Any:
-        if (chat := desk.chats.find(name or "")) is not None:
+        if (chat := context.chats.find(name or "")) is not None:
             chat.unload()
         return show_if_any("")
 
@@ -115,7 +113,7 @@ def build(desk: Desk) -> None:
         request: gr.Request,
     ) -> Iterator[dict[Any, Any]]:
         if not text.strip():
-            yield {told: show_if_any(note("type a message first", "error"))}
+            yield {told: show_if_any(note("Type a message first.", "error"))}
             return
         sources = list(_SOURCES) if asks_base else ["adapter"]
         before: Talk = json.loads(kept)
@@ -129,9 +127,9 @@ def build(desk: Desk) -> None:
         }
         problem, unsent = "", gr.skip()
         try:
-            chat = desk.chats.find(name or "")
+            chat = context.chats.find(name or "")
             if chat is None or not chat.is_alive:
-                chat = desk.chats.load(name or "", find_device_words(gpus, ranks))
+                chat = context.chats.load(name or "", find_device_words(gpus, ranks))
             settings = collect_settings(temperature, max_new_tokens, seed)
             for event in chat.answer(str(request.session_hash), exchange.write_prompts(system), settings):
                 if isinstance(event, Waiting):
@@ -140,7 +138,7 @@ def build(desk: Desk) -> None:
                 exchange.take(event)
                 pane = draw_talk(event.source, exchange.talk[event.source])
                 yield {told: show_if_any(""), panes[event.source]: pane}
-                time.sleep(_STREAM_S)  # what comes meanwhile is sent together
+                time.sleep(_STREAM_S)  # later pieces are sent together
         except ConfigError as error:
             problem = note(str(error), "error")
             unsent = gr.skip() if exchange.has_answer else text
@@ -155,7 +153,7 @@ def build(desk: Desk) -> None:
         }
 
     def cancel(name: str | None, request: gr.Request) -> None:
-        if (chat := desk.chats.find(name or "")) is not None:
+        if (chat := context.chats.find(name or "")) is not None:
             chat.cancel(str(request.session_hash))
 
     def forget(name: str | None, request: gr.Request) -> list[Any]:
@@ -177,7 +175,7 @@ def build(desk: Desk) -> None:
 
 
 class Exchange:
-    """A question to one or two sources, and what they have said of it so far."""
+    """A question to one or two sources, and their answers so far."""
 
     def __init__(self, talk: Talk, text: str, sources: Sequence[str]) -> None:
         question = {"role": "user", "content": text}
@@ -200,7 +198,7 @@ class Exchange:
         }
 
     def take(self, event: Piece | End) -> None:
-        """Go on with an answer, or end it."""
+        """Append to an answer, or end it."""
         talk = self.talk[event.source]
         if talk[-1]["role"] != "assistant":
             talk.append({"role": "assistant", "content": ""})
@@ -211,7 +209,7 @@ class Exchange:
             self._ended.add(event.source)
 
     def close(self) -> Talk:
-        """Return what is to be kept: a question that a source has not answered at all is forgotten by it."""
+        """Return the conversations to keep, without a question that a source did not answer at all."""
         kept = dict(self.talk)
         for source in self._sources:
             last = kept[source][-1]
@@ -223,7 +221,7 @@ class Exchange:
 
 
 def collect_settings(temperature: float, max_new_tokens: float | None, seed: float | None) -> dict[str, Any]:
-    """Return how to answer, as `lorashard chat --json` is asked; an empty field is as on its command line."""
+    """Return the generation settings for `lorashard chat --json`; an empty field takes the command's default."""
     settings: dict[str, Any] = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
     numbers = {"max_new_tokens": max_new_tokens, "seed": seed}
     return settings | {name: int(value) for name, value in numbers.items() if value is not None}
@@ -234,11 +232,11 @@ def describe_end(end: End) -> str:
     count = f"{end.num_tokens} {'token' if end.num_tokens == 1 else 'tokens'} in {end.seconds:.1f} s"
     if end.is_canceled:
         return f"{count}, stopped"
-    return f"{count}, cut at the longest answer" if end.is_cut else count
+    return f"{count}, reached the maximum" if end.is_cut else count
 
 
 def draw_talk(source: str, messages: Sequence[dict[str, str]]) -> Markup:
-    """Return a conversation. What a model says is shown as the text that it is, never as markup of any kind."""
+    """Return a conversation. Model output is shown as plain text, never as markup."""
     turns = []
     for message in messages:
         is_user = message["role"] == "user"
@@ -249,7 +247,7 @@ def draw_talk(source: str, messages: Sequence[dict[str, str]]) -> Markup:
     if messages and messages[-1]["role"] == "user":
         turns.append(tag("div", "\u2026", class_="turn turn-model", aria_label="no answer yet"))
     if not turns:
-        turns.append(tag("p", "Nothing said yet.", class_="subdued"))
+        turns.append(tag("p", "No messages yet.", class_="subdued"))
     title = tag("h2", _SOURCES[source])
     talk = tag("div", tag("div", *turns), class_="talk", role="region", tabindex=0, aria_label=_SOURCES[source])
     return join((title, talk))
@@ -258,7 +256,7 @@ def draw_talk(source: str, messages: Sequence[dict[str, str]]) -> Markup:
 def draw_state(chat: Chat | None, others: Sequence[str]) -> Markup:
     """Say whether the model is loaded, and which others are."""
     if chat is None:
-        main = note("Not loaded: Load does it, and so does the first message.")
+        main = note("Not loaded. Press Load, or send a message.")
     elif chat.state == "ended":
         main = note(f"Not loaded: {chat.describe()}", "info" if chat.is_unloaded else "warning")
     else:
@@ -267,4 +265,4 @@ def draw_state(chat: Chat | None, others: Sequence[str]) -> Markup:
     if not others:
         return main
     there = join((link("chat", name, run=name) for name in others), ", ")
-    return join((main, tag("p", "Loaded too: ", there, class_="subdued")))
+    return join((main, tag("p", "Also loaded: ", there, class_="subdued")))

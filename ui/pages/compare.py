@@ -1,4 +1,4 @@
-"""The page "Compare": the curves of several runs over each other, their ends, and the options in which they differ."""
+"""The page "Compare": curves of several runs in one chart, their last values, and the options that differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_curves
 from ..drawing.markup import Markup, badge, join, link, note, table
 from ..drawing.wording import NONE, show_count, show_duration, show_number
@@ -29,12 +29,20 @@ _UNCHARTED = ("time", "step", "epoch")
 _AXES = {"step": "step", "time": "minutes", "tokens": "tokens"}
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     load_plotly()
     make_html("<h1>Compare runs</h1>")
-    runs = gr.Dropdown([], value=[], multiselect=True, label="Runs", info=f"Up to {_MOST_RUNS}; type to search")
+    # Custom values: a run of the address may be deleted, and then Gradio would refuse the whole event.
+    runs = gr.Dropdown(
+        [],
+        value=[],
+        multiselect=True,
+        allow_custom_value=True,
+        label="Runs",
+        info=f"Up to {_MOST_RUNS}; type to search",
+    )
     with gr.Row():
         metric = gr.Dropdown(list(_FIRST_METRICS), value="loss", label="Metric", min_width=160)
         axis = gr.Radio(list(_AXES), value="step", label="Over", min_width=160)
@@ -49,8 +57,8 @@ def build(desk: Desk) -> None:
     parts = Parts(runs=runs, metric=metric, said=said, body=body, plot=plot, ends=ends, options=options)
 
     def refresh(seen: str, names: list[str], metric: str, axis: str, smoothing: float, is_log: bool) -> dict[Any, Any]:
-        values: dict[str, Any] = {"runs": gr.update(choices=[row.name for row in desk.runs.list()])}
-        readers, problems = _find_readers(desk, names)
+        values: dict[str, Any] = {"runs": gr.update(choices=[row.name for row in context.runs.list()])}
+        readers, problems = _find_readers(context, names)
         values["body"] = gr.update(visible=bool(readers))
         if readers:
             found = sorted({name for reader in readers for name in reader.series_names()} - {*_UNCHARTED})
@@ -65,15 +73,14 @@ def build(desk: Desk) -> None:
             missing = [reader.name for reader in readers if metric not in reader.series_names()]
             problems += [f"{name} has no {metric} (yet)." for name in missing]
         else:
-            problems.append("Choose two runs or more: their curves and the options that differ are shown here.")
+            problems.append("Choose two or more runs to see their curves and the options that differ.")
         values["said"] = show_if_any(join(note(problem) for problem in problems))
         return parts.send(seen, values)
 
     def read_names(request: gr.Request) -> Any:
         words = request.query_params.getlist("runs") if hasattr(request.query_params, "getlist") else []
         names = list(dict.fromkeys(name for word in words for name in word.split(",") if name))
-        known = [row.name for row in desk.runs.list()]
-        return gr.update(choices=[*known, *(name for name in names if name not in known)], value=names)
+        return gr.update(choices=[row.name for row in context.runs.list()], value=names)
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     inputs = [parts.seen, runs, metric, axis, smoothing, is_log]
@@ -86,15 +93,15 @@ def build(desk: Desk) -> None:
     is_log.change(**asked)
 
 
-def _find_readers(desk: Desk, names: Sequence[str]) -> tuple[list[RunReader], list[str]]:
+def _find_readers(context: AppContext, names: Sequence[str]) -> tuple[list[RunReader], list[str]]:
     readers, problems = [], []
     for name in names[:_MOST_RUNS]:
         try:
-            readers.append(desk.runs.get(name))
+            readers.append(context.runs.get(name))
         except ConfigError:
-            problems.append(f"There is no run \u201c{name}\u201d: it was deleted, or never was.")
+            problems.append(f"There is no run \u201c{name}\u201d: it was deleted or never existed.")
     if len(names) > _MOST_RUNS:
-        problems.append(f"The first {_MOST_RUNS} runs are shown; more curves could not be told apart.")
+        problems.append(f"Only the first {_MOST_RUNS} runs are shown.")
     return readers, problems
 
 
@@ -110,14 +117,14 @@ def _read_curve(reader: RunReader, metric: str, axis: str, smoothing: float) -> 
         if name not in known or not known[name][0]:
             return None
         at, counts, _ = known[name]
-        # Both were thinned, each in its own way: between two of its points, tokens and time pass evenly.
+        # The two series were thinned differently; interpolate tokens or time between their points.
         xs = np.interp(xs, at, counts)
         xs = (xs - counts[0]) / 60 if axis == "time" else xs
     return Curve(reader.name, xs.tolist(), values, smoothed if smoothing else ())
 
 
 def draw_ends(readers: Sequence[RunReader], metric: str) -> Markup:
-    """Return where each run's metric is, and the lowest and the highest that it was."""
+    """Return each run's last, lowest and highest value of a metric."""
     rows = []
     for reader in readers:
         summary = reader.summary()
@@ -134,7 +141,7 @@ def draw_ends(readers: Sequence[RunReader], metric: str) -> Markup:
 
 
 def draw_differences(readers: Sequence[RunReader]) -> Markup:
-    """Return the options whose values are not the same in all runs."""
+    """Return the options whose values differ between the runs."""
     if len(readers) < 2:
         return note("Choose another run to compare with.")
     rows = [(option, *(_show_value(value) for value in values)) for option, values in differences(readers)]

@@ -1,4 +1,4 @@
-"""The page "Export": take an adapter along: as a file, merged into its base, checked, on the hub."""
+"""The page "Export": download an adapter, merge it into its base, verify it, upload it to the Hub."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_duration, show_time
 from ..form import exporting
+from ..reading.jsonl_tail import read_end
 from ..reading.places import show_paths
+from ..reading.sanitize import show_safely
 from ..reading.summaries import find_quantization, read_options
-from ..reading.tails import read_end
-from ..reading.taming import show_safely
 from ..running.jobs import Job, merge_words, push_words, verify_words
 from ..running.packing import find_adapter_run, pack_adapter
 from .adapters import draw_empty, find_adapters, find_device_words, make_choice
@@ -34,7 +34,7 @@ _ADAPTER_ITSELF = "the adapter itself"
 _ALL_JOBS = 20
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     make_html(tag("h1", "Export"))
@@ -48,36 +48,34 @@ def build(desk: Desk) -> None:
                 download = gr.DownloadButton("Download the adapter", variant="primary", interactive=False)
                 download_told = make_html(visible=False)
             with gr.Tab("Merge"):
-                make_html(tag("p", "Writes the adapter into a copy of its base: a model of its own."))
+                make_html(tag("p", "Merges the adapter into a copy of its base, which gives a standalone model."))
                 with gr.Row():
                     out = gr.Textbox(
-                        "", label="Name of the new folder", info=f"in {show_paths(str(desk.root))}", min_width=220
+                        "", label="Output folder", info=f"in {show_paths(str(context.root))}", min_width=220
                     )
-                    dtype = gr.Dropdown(_DTYPES, value="auto", label="dtype", info="auto is the base's", min_width=140)
+                    dtype = gr.Dropdown(
+                        _DTYPES, value="auto", label="dtype", info="auto: as in the base", min_width=140
+                    )
                     merge_repo = gr.Textbox(
                         "",
                         label="Upload to (optional)",
                         placeholder="org/name",
-                        info="a repo of the hub",
+                        info="a Hub repo",
                         min_width=220,
                     )
                     merge_private = gr.Checkbox(True, label="Private repo", min_width=120)
                 merged_base = gr.Dropdown(
                     list(exporting.MERGED_BASES),
                     value=exporting.AS_TRAINED,
-                    label="Numbers of the base",
-                    info="The base was quantized in training, and the adapter has learned to work with those numbers",
+                    label="Base weights",
+                    info="The base was quantized during training, and the adapter was trained on its quantized values",
                     visible=False,
                     elem_id="merged-base",
                 )
                 merge = gr.Button("Merge", variant="primary")
                 merge_told = make_html(visible=False)
             with gr.Tab("Verify"):
-                make_html(
-                    tag(
-                        "p", "Compares logits: of the adapter on its base, loaded by PEFT alone, and of a merged model."
-                    )
-                )
+                make_html(tag("p", "Compares logits with those of the adapter on its base, loaded by plain PEFT."))
                 merged = gr.Dropdown([_ADAPTER_ITSELF], value=_ADAPTER_ITSELF, label="What to verify")
                 verify = gr.Button("Verify", variant="primary")
                 verify_told = make_html(visible=False)
@@ -101,9 +99,9 @@ def build(desk: Desk) -> None:
     prepared = [download, download_told, out, merged_base]
 
     def arrive(request: gr.Request) -> dict[Any, Any]:
-        names, asked_for = find_adapters(desk, request)
+        names, asked_for = find_adapters(context, request)
         if not names or (asked_for and asked_for not in names):
-            text = draw_empty(asked_for, names, "Train one, and take it along from here.", ("export", "Another run"))
+            text = draw_empty(asked_for, names, "Train one, then export it here.", ("export", "Choose another run"))
             return {empty: gr.update(value=text, visible=True)}
         ids = [gpu.index for gpu in list_gpus()]
         return {
@@ -116,7 +114,7 @@ def build(desk: Desk) -> None:
         if not name:
             return gr.skip()
         try:
-            folder = find_adapter_run(desk.root, name)
+            folder = find_adapter_run(context.root, name)
             packed = pack_adapter(folder, Path(download.GRADIO_CACHE) / "adapters")
         except ConfigError as error:
             return {download: gr.update(interactive=False), download_told: show_if_any(note(str(error), "error"))}
@@ -129,7 +127,7 @@ def build(desk: Desk) -> None:
         }
 
     def refresh(seen: str, chosen: str | None) -> dict[Any, Any]:
-        known = desk.jobs.list()[:_ALL_JOBS]
+        known = context.jobs.list()[:_ALL_JOBS]
         ids = [one.id for one in known]
         chosen = chosen if chosen in ids else (ids[0] if ids else None)
         shown = next((one for one in known if one.id == chosen), None)
@@ -141,17 +139,17 @@ def build(desk: Desk) -> None:
                 "job": gr.update(choices=[(name_job(one), one.id) for one in known], value=chosen),
                 "cancel": gr.update(interactive=shown is not None and shown.state == "running"),
                 "log": show_end(shown.log_path) if shown is not None else "",
-                "merged": gr.update(choices=[_ADAPTER_ITSELF, *exporting.list_merged(desk.root)]),
+                "merged": gr.update(choices=[_ADAPTER_ITSELF, *exporting.list_merged(context.root)]),
                 "login": draw_login(exporting.is_logged_in()),
             },
         )
 
     def start(name: str | None, kind: str, find_words: Callable[[], list[str]]) -> tuple[Any, Any]:
         try:
-            desk.jobs.start(kind, name or "", find_words())
+            context.jobs.start(kind, name or "", find_words())
         except ConfigError as error:
             return show_if_any(note(show_paths(str(error)), "error")), gr.skip()
-        return show_if_any(note("Started: see Jobs below.")), None  # the newest job's log is shown
+        return show_if_any(note("Started; see Jobs below.")), None  # the newest job's log is shown
 
     def start_merge(
         name: str | None,
@@ -165,7 +163,7 @@ def build(desk: Desk) -> None:
     ) -> tuple[Any, Any]:
         def find_words() -> list[str]:
             devices, base_words = find_device_words(gpus, ranks), exporting.MERGED_BASES[base]
-            asked = exporting.check_merge(desk.root, name, out, dtype, devices, repo, is_private, base_words)
+            asked = exporting.check_merge(context.root, name, out, dtype, devices, repo, is_private, base_words)
             return merge_words(asked.run_folder, asked.out, asked.options)
 
         return start(name, "merge", find_words)
@@ -173,20 +171,20 @@ def build(desk: Desk) -> None:
     def start_verify(name: str | None, gpus: list[int], ranks: float | None, merged: str) -> tuple[Any, Any]:
         def find_words() -> list[str]:
             model = None if merged == _ADAPTER_ITSELF else merged
-            return verify_words(*exporting.check_verify(desk.root, name, model, find_device_words(gpus, ranks)))
+            return verify_words(*exporting.check_verify(context.root, name, model, find_device_words(gpus, ranks)))
 
         return start(name, "verify", find_words)
 
     def start_push(name: str | None, repo: str, is_private: bool) -> tuple[Any, Any]:
         def find_words() -> list[str]:
-            folder = find_adapter_run(desk.root, name)
+            folder = find_adapter_run(context.root, name)
             return push_words(folder, exporting.check_repo(repo), is_private)
 
         return start(name, "push", find_words)
 
     def end_job(chosen: str | None) -> Any:
         try:
-            desk.jobs.cancel(chosen or "")
+            context.jobs.cancel(chosen or "")
             return show_if_any("")
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
@@ -208,31 +206,29 @@ def build(desk: Desk) -> None:
 def draw_jobs(jobs: Sequence[Job]) -> Markup:
     """Return the jobs in a table, the newest first."""
     if not jobs:
-        return tag(
-            "p", "None yet. A merge, a verification or an upload runs on when this page is closed.", class_="subdued"
-        )
-    headers = ("job", "state", "what it says", "begun", "took")
+        return tag("p", "None yet. Jobs continue when this page is closed.", class_="subdued")
+    headers = ("job", "state", "last output", "started", "duration")
     return table(headers, [_draw_row(job) for job in jobs], "Jobs", num_text=3, class_="cards")
 
 
 def name_job(job: Job) -> str:
-    """Return what tells a job from others."""
+    """Return a label that identifies a job."""
     return f"{job.kind} {job.run_name}, {show_time(job.begin_s)}"
 
 
 def show_end(log: Path) -> str:
-    """Return the end of a job's log, fit to be shown."""
+    """Return the end of a job's log, without secrets and control characters."""
     text = read_end(log, _LOG_BYTES).decode("utf-8", "replace")
     return show_paths("\n".join(show_safely(text).splitlines()[-_LOG_LINES:]))
 
 
 def draw_login(is_logged_in: bool) -> Markup:
-    """Say how to log in where nobody is."""
+    """Return what the tab does, or how to log in first."""
     if is_logged_in:
-        return tag("p", "Uploads the adapter, its tokenizer and its card to the Hugging Face hub.")
+        return tag("p", "Uploads the adapter, its tokenizer and its card to the Hugging Face Hub.")
     return note(
-        "Nobody is logged in to the Hugging Face hub on this machine: run `hf auth login` in a terminal. Tokens are "
-        "not taken in the browser.",
+        "Nobody is logged in to the Hugging Face Hub on this machine: run `hf auth login` in a terminal. Tokens cannot "
+        "be entered in the browser.",
         "warning",
     )
 

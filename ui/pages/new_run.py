@@ -1,4 +1,4 @@
-"""The page "New run": a form, and beside it what would come of it."""
+"""The page "New run": a form, and next to it the plan, the checks and a preview of the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lorashard.config.methods import METHODS
 from lorashard.config.run_config import RunConfig, read_known_options, read_own_options
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing import markup
 from ..form.choices import list_datasets, list_models, list_runs
 from ..form.form import BASIC, MORE, NAME
@@ -27,13 +27,13 @@ _LABELS = {
     "dataset": "Dataset",
     "method": "Method",
     "eval_dataset": "Evaluation dataset",
-    "max_length": "Longest row, in tokens",
-    "lora_r": "LoRA's rank",
+    "max_length": "Max sequence length (tokens)",
+    "lora_r": "LoRA rank",
     "learning_rate": "Learning rate",
-    "per_device_train_batch_size": "Rows at a time on each rank",
-    "global_batch_size": "Rows of a step, over all ranks",
+    "per_device_train_batch_size": "Batch size per device",
+    "global_batch_size": "Global batch size",
     "num_train_epochs": "Epochs",
-    "max_steps": "Steps, in place of epochs",
+    "max_steps": "Max steps (overrides epochs)",
 }
 _NOT_SHOWN = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "task_type"}
 _STYLE = """<style>
@@ -42,19 +42,19 @@ _STYLE = """<style>
 .dark .wrong .info { color: #fca5a5 !important; }
 .stale { opacity: 0.4; }
 #preview * { word-break: normal !important; overflow-wrap: anywhere; }
-/* What is planned stays in sight while the form is filled in. */
+/* The plan stays in view while the form is filled in. */
 @media (min-width: 900px) {
   #beside { position: sticky; top: 0; align-self: flex-start; max-height: 100vh; overflow-y: auto; flex-wrap: nowrap;
     padding: 4px; }
   #beside > * { flex-shrink: 0; }
 }
 #preview .token, #preview .textfield { white-space: pre-wrap; }
-/* Gradio writes supervised tokens in black, which cannot be read on the dark blue that they have there. */
+/* Gradio writes supervised tokens in black, which is unreadable on the dark blue of this theme. */
 .dark #preview .token.highlighted .text { color: #fff !important; }
 </style>"""
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     own, method = read_own_options(RunConfig), METHODS["sft"]
     options = read_known_options(method) | own
@@ -75,17 +75,21 @@ def build(desk: Desk) -> None:
     gr.Markdown("# New run")
     with gr.Row():
         source = gr.Dropdown(
-            list_runs(desk.root), value=None, label="Begin with the options of an earlier run", elem_id="clone", scale=2
+            list_runs(context.root),
+            value=None,
+            label="Copy the options of an earlier run",
+            elem_id="clone",
+            scale=2,
         )
         load = gr.UploadButton("Load a YAML file", file_types=[".yaml", ".yml"], size="sm", elem_id="load-yaml")
     loaded = gr.HTML()
     with gr.Row():
         with gr.Column(min_width=340):
             gr.Markdown("## Model and data")
-            add_typed("model_name_or_path", list_models(desk.root))
+            add_typed("model_name_or_path", list_models(context.root))
             model_note = gr.HTML(elem_id="model-note")
             add("quantization")
-            add_typed("dataset", list_datasets(desk.root))
+            add_typed("dataset", list_datasets(context.root))
             upload = gr.UploadButton(
                 f"Upload a dataset ({', '.join(DATA_SUFFIXES)})", size="sm", elem_id="upload-dataset",
                 file_types=list(DATA_SUFFIXES),
@@ -98,23 +102,23 @@ def build(desk: Desk) -> None:
                 with gr.Row():
                     for name in numbers[left : left + 2]:
                         add(name, min_width=200)
-            gr.Markdown("## Where it runs")
+            gr.Markdown("## Devices")
             gpus = list_gpus()
             fields["gpus"] = gr.CheckboxGroup(
                 list_gpu_choices(gpus), value=[], label="GPUs", elem_id="option-gpus", visible=bool(gpus),
-                info="gpus: the run takes those that are ticked, or all where none is",
+                info="gpus: the run uses the selected ones, or all if none is selected",
             )  # fmt: skip
-            no_gpus = "This machine has no GPU that can be used, so the run computes on the CPU. "
+            no_gpus = "This machine has no usable GPU, so the run uses the CPU. "
             add("cpu", label="CPU ranks", info=("" if gpus else no_gpus) + explain(options["cpu"], method, True))
             fields["queue"] = gr.Checkbox(
                 False,
-                label="Wait until no other run holds them" if gpus else "Wait until no other run holds the CPU",
+                label="Queue until no other run uses these GPUs" if gpus else "Queue until no other run uses the CPU",
                 info=explain(options["queue"], method, True),
                 elem_id="option-queue",
             )
             fields[NAME] = gr.Textbox(
-                label="Name of the run",
-                info="Its folder's name. Not given: as suggested",
+                label="Run name",
+                info="The name of its folder; if empty, the suggested one",
                 elem_id="run-name",
                 max_lines=1,
             )
@@ -130,7 +134,7 @@ def build(desk: Desk) -> None:
                 model_note=model_note,
                 loaded=loaded,
                 plan_status=gr.HTML(markup.note(PLAN_WAITS), elem_id="plan-status"),
-                plan_chart=make_chart("Memory of each rank, by placement", visible=False, elem_id="plan-chart"),
+                plan_chart=make_chart("Memory per rank, by placement", visible=False, elem_id="plan-chart"),
                 plan_notes=gr.HTML(elem_id="plan-notes"),
                 summary=_head("## Start", "", "problems"),
                 start=gr.Button("Start the run", variant="primary", elem_id="start"),
@@ -145,14 +149,14 @@ def build(desk: Desk) -> None:
                     visible=False, color_map={"supervised": "#0072B2"}, elem_id="preview", show_whitespaces=True,
                 ),
                 command=gr.Code(
-                    language="shell", label="The same as a command", interactive=False, wrap_lines=True,
+                    language="shell", label="As a command", interactive=False, wrap_lines=True,
                     elem_id="command",
                 ),
                 yaml=gr.Code(
-                    language="yaml", label="The same as YAML", interactive=False, wrap_lines=True, elem_id="yaml"
+                    language="yaml", label="As YAML", interactive=False, wrap_lines=True, elem_id="yaml"
                 ),
             )  # fmt: skip
-    bind(desk, parts)
+    bind(context, parts)
 
 
 def _head(title: str, text: str, elem_id: str) -> gr.HTML:
@@ -161,7 +165,7 @@ def _head(title: str, text: str, elem_id: str) -> gr.HTML:
 
 
 def _build_advanced(fields: dict[str, gr.components.Component], add: Any) -> gr.Dropdown:
-    """Add what few people need: lorashard's other options by the groups of its help, then all of TRL's."""
+    """Add the less common options: lorashard's by the groups of its help, then all of TRL's."""
     with gr.Accordion("Advanced", open=False, elem_id="advanced"):
         for title, names in group_options().items():
             others = [name for name in dict.fromkeys(names) if name not in fields and name not in _NOT_SHOWN]
@@ -169,13 +173,13 @@ def _build_advanced(fields: dict[str, gr.components.Component], add: Any) -> gr.
                 with gr.Accordion(title, open=False):
                     for name in others:
                         add(name)
-        with gr.Accordion("All other options, which are TRL's", open=True):
+        with gr.Accordion("All other options (TRL)", open=True):
             find = gr.Dropdown(
                 list_others(fields, "sft"), value=None, label="Find an option", elem_id="find-option",
-                info="Type a part of its name or of what it is for; choosing it adds its line below",
+                info="Type part of its name or description; choosing it adds a line below",
             )  # fmt: skip
             fields[MORE] = gr.Textbox(
-                label="More options, as YAML", info="A line 'option: value' for each", lines=4, max_lines=20,
+                label="More options, as YAML", info="One line 'option: value' for each", lines=4, max_lines=20,
                 elem_id="more",
             )  # fmt: skip
     return find

@@ -1,7 +1,7 @@
-"""What happens on the page "New run": each change reads the whole form anew, and all else follows from that.
+"""The events of the page "New run": each change reads the whole form again, and everything else follows from it.
 
-A change is answered in milliseconds; the plan, the model's size and the rows that follow from it come after, each by an
-event of its own which takes the newest question there is when it is free.
+A change is handled in milliseconds. The plan, the model's size and the preview follow, each by an event of its own that
+takes the newest request once it is free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lorashard.config.methods import METHODS
 from lorashard.errors import ConfigError
 from lorashard.runtime.gpus import list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing import markup
 from ..drawing.plan_chart import plan_chart
 from ..form.choices import list_datasets, list_models, list_runs
@@ -57,8 +57,8 @@ _OPEN_RUN = (
     "(name) => { if (name) setTimeout(() => { window.location.href = 'run?name=' + encodeURIComponent(name); }, 300); }"
 )
 
-PLAN_WAITS = "The plan comes as soon as a model is given and nothing is wrong."
-PREVIEW_WAITS = "Rows are shown here as soon as a model and a dataset are given and nothing is wrong."
+PLAN_WAITS = "The plan appears once a model is chosen and all options are valid."
+PREVIEW_WAITS = "The first examples appear once a model and a dataset are chosen and all options are valid."
 
 Components = dict[str, gr.components.Component]
 
@@ -87,7 +87,7 @@ class Parts:
     yaml: gr.Code
 
 
-def bind(desk: Desk, parts: Parts) -> None:
+def bind(context: AppContext, parts: Parts) -> None:
     """Add the page's events."""
     names, inputs = list(parts.fields), list(parts.fields.values())
     shown = gr.State({"method": "sft", "problems": {}})
@@ -96,14 +96,14 @@ def bind(desk: Desk, parts: Parts) -> None:
 
     def read(values: Sequence[Any]) -> Form:
         return read_form(
-            {name: to_text(value) for name, value in zip(names, values, strict=True)}, desk.root, desk.allowed
+            {name: to_text(value) for name, value in zip(names, values, strict=True)}, context.root, context.allowed
         )
 
     def refresh(before: dict[str, Any], *values: Any) -> list[Any]:
         form = read(values)
         texts = dict(zip(names, map(to_text, values), strict=True))
         method = form.method
-        now = {"method": method.name, "problems": form.problems}
+        now = {"method": method.name, "problems": {name: str(error) for name, error in form.problems.items()}}
         updates = update_fields(parts.fields, before, now, texts)
         updates[NAME] = merge(updates[NAME], placeholder=form.name)
         finds = (
@@ -114,7 +114,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             ask_plan(form),
             ask_preview(form),
             ask_model(form),
-            form.to_command(desk.root),
+            form.to_command(context.root),
             form.to_yaml(),
             summarize(form),
             finds,
@@ -126,7 +126,7 @@ def bind(desk: Desk, parts: Parts) -> None:
     refreshing: dict[str, Any] = {
         "fn": refresh, "inputs": [shown, *inputs], "outputs": outputs, "trigger_mode": "always_last", **_HIDDEN,
     }  # fmt: skip
-    # Not `input`, which Gradio's text fields send for keys that type, and not for Backspace or what is pasted.
+    # Not `input`: Gradio's text fields do not send it for Backspace or pasted text.
     gr.on([field.change for field in inputs], **refreshing)
 
     stale = gr.update(elem_classes=[*CLASSES, "stale"])
@@ -135,16 +135,16 @@ def bind(desk: Desk, parts: Parts) -> None:
         if question is None:
             yield [markup.note(PLAN_WAITS), stale, gr.skip()]
             return
-        yield [markup.note("Planning for what you have just entered \u2026"), stale, gr.skip()]
+        yield [markup.note("Planning \u2026"), stale, gr.skip()]
         try:
-            found = desk.worker.plan(question)
+            found = context.worker.plan(question)
         except ConfigError as error:
             yield [markup.note(str(error), "error"), gr.update(visible=False), ""]
             return
         kind = "info" if found["chosen"] is not None else "error"
         notes = markup.join(markup.tag("li", show_paths(note)) for note in found["notes"])
         size = found["model"].rpartition(": ")[2]  # its name stands in the form
-        about = markup.tag("p", f"{size}; {found['cluster']}. Every rank takes the same.", class_="subdued")
+        about = markup.tag("p", f"{size}; {found['cluster']}. The same on every rank.", class_="subdued")
         yield [
             markup.note(show_paths(found["reason"]), kind),
             gr.update(value=plan_chart(found).to_json(), visible=True, elem_classes=list(CLASSES)),
@@ -158,7 +158,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         if not name:
             return ""
         try:
-            return markup.note(show_paths(desk.worker.describe_model(name)))
+            return markup.note(show_paths(context.worker.describe_model(name)))
         except ConfigError as error:
             return markup.note(str(error), "error")
 
@@ -171,13 +171,15 @@ def bind(desk: Desk, parts: Parts) -> None:
         method, words = question
         if method != "sft":
             yield [
-                markup.note(f"TRL tokenizes the rows of {method} itself: the check below reads and counts them all."),
+                markup.note(
+                    f"No preview for {method}: TRL tokenizes its examples itself. The check above reads them all."
+                ),
                 gr.update(visible=False),
             ]
             return
-        yield [markup.note("Reading the first rows \u2026"), gr.skip()]
+        yield [markup.note("Reading the first examples \u2026"), gr.skip()]
         try:
-            rows = desk.worker.preview(words, _PREVIEW_ROWS)
+            rows = context.worker.preview(words, _PREVIEW_ROWS)
         except ConfigError as error:
             yield [markup.note(str(error), "error"), gr.update(visible=False)]
             return
@@ -196,10 +198,10 @@ def bind(desk: Desk, parts: Parts) -> None:
         yield gr.update(value=text, visible=True)
         lines: list[str] = []
         try:
-            for line in desk.worker.validate(form.to_words(desk.root)):
+            for line in context.worker.validate(form.to_words(context.root)):
                 lines.append(f"\u2713 {show_paths(line)}")
                 yield gr.update(value="\n".join([*lines, text]), visible=True)
-            lines.append("\u2713 Nothing is wrong.")
+            lines.append("\u2713 All checks passed.")
         except ConfigError as error:
             lines.append(f"\u2715 {show_paths(str(error))}")
         yield gr.update(value="\n".join(lines), visible=True)
@@ -213,7 +215,7 @@ def bind(desk: Desk, parts: Parts) -> None:
             return
         yield ["", markup.note("Starting \u2026")]
         try:
-            desk.start_run(form.name, form.to_yaml())
+            context.start_run(form.name, form.to_yaml())
         except ConfigError as error:
             yield ["", markup.note(str(error), "error")]
             return
@@ -234,7 +236,7 @@ def bind(desk: Desk, parts: Parts) -> None:
     def load(path: str) -> list[Any]:
         file = Path(path)
         try:
-            return fill(read_yaml_file(file), f"The options are those of {file.name}.")
+            return fill(read_yaml_file(file), f"Options loaded from {file.name}.")
         except ConfigError as error:
             return refuse(error)
 
@@ -242,7 +244,7 @@ def bind(desk: Desk, parts: Parts) -> None:
         if not name:
             return [gr.skip()] * (1 + len(names))
         try:
-            return fill(clone_run(desk.root, name), f"The options are those of the run {name}.")
+            return fill(clone_run(context.root, name), f"Options copied from the run {name}.")
         except ConfigError as error:
             return refuse(error)
 
@@ -252,10 +254,10 @@ def bind(desk: Desk, parts: Parts) -> None:
 
     def keep(path: str | None) -> list[Any]:
         try:
-            kept = keep_upload(Path(path or ""), desk.root)
+            kept = keep_upload(Path(path or ""), context.root)
         except ConfigError as error:
             return [markup.note(str(error), "error"), gr.skip()]
-        return [markup.note(f"{kept.name} is kept with the runs."), gr.update(value=write_path(str(kept)))]
+        return [markup.note(f"{kept.name} is stored with the runs."), gr.update(value=write_path(str(kept)))]
 
     dataset = parts.fields["dataset"]
     parts.upload.upload(keep, parts.upload, [parts.loaded, dataset], trigger_mode="always_last", **_HIDDEN)
@@ -275,11 +277,11 @@ def bind(desk: Desk, parts: Parts) -> None:
     parts.find.input(add_option, [parts.find, more, parts.fields["method"]], [parts.find, more], **_HIDDEN)
 
     def arrive(request: gr.Request) -> list[Any]:
-        source, runs = request.query_params.get("from"), list_runs(desk.root)
+        source, runs = request.query_params.get("from"), list_runs(context.root)
         said, *fields = clone(source)
         updates = dict(zip(names, fields, strict=True))
-        updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=list_models(desk.root))
-        updates["dataset"] = merge(updates["dataset"], choices=list_datasets(desk.root))
+        updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=list_models(context.root))
+        updates["dataset"] = merge(updates["dataset"], choices=list_datasets(context.root))
         return [gr.update(choices=runs, value=source if source in runs else None), said, *updates.values()]
 
     page = gr.context.Context.root_block

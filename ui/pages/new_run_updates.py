@@ -1,4 +1,4 @@
-"""What the page "New run" shows of a form: pure functions from a form to the components' updates."""
+"""What the page "New run" shows for a form: pure functions from the form to updates of components."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def fill_field(name: str, text: str, gpus: Sequence[Gpu]) -> dict[str, Any]:
 
 
 def ask_plan(form: Form) -> list[str] | None:
-    """Return the words to plan for, or None while there is nothing to plan. A plan reads no dataset."""
+    """Return the options to plan for, or None if there is nothing to plan yet. A plan reads no dataset."""
     if "model_name_or_path" not in form.values or set(form.problems) - {NAME}:
         return None
     values = {name: value for name, value in form.values.items() if name != "dataset"}
@@ -77,7 +77,7 @@ def ask_plan(form: Form) -> list[str] | None:
 
 
 def ask_preview(form: Form) -> tuple[str, list[str]] | None:
-    """Return the method, and the words that decide what rows look like."""
+    """Return the method, and the options that decide what examples look like."""
     if form.missing or set(form.problems) - {NAME}:
         return None
     names = {*DataOptions.model_fields, *_TOKENIZER, "method"}
@@ -91,26 +91,24 @@ def ask_model(form: Form) -> str | None:
 
 
 def summarize(form: Form) -> str:
-    """Return all that is wrong, in a list, or what is still to be given."""
+    """Return a list of all problems, or what is still missing."""
     if form.problems:
-        lines = [markup.tag("li", problem) for problem in form.problems.values()]
-        return markup.tag(
-            "div", "\u2715 To fix before it can start:", markup.tag("ul", *lines), class_="note note-error"
-        )
+        lines = [markup.tag("li", str(problem)) for problem in form.problems.values()]
+        return markup.tag("div", "\u2715 Fix these first:", markup.tag("ul", *lines), class_="note note-error")
     if form.missing:
-        return markup.note(f"Still to give: {' and '.join(_NAMES[name] for name in form.missing)}.", "warning")
-    return markup.note(f"\u2713 The options are in order. The run will be named {form.name}.")
+        return markup.note(f"Still missing: {' and '.join(_NAMES[name] for name in form.missing)}.", "warning")
+    return markup.note(f"\u2713 All options are valid. The run will be named {form.name}.")
 
 
 def explain_first(form: Form) -> str | None:
     """Return why a run cannot start, or None."""
     if form.problems:
-        return next(iter(form.problems.values()))
-    return f"{form.missing[0]}: it has to be given" if form.missing else None
+        return str(next(iter(form.problems.values())))
+    return f"{form.missing[0]} is required" if form.missing else None
 
 
 def describe_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is to be known of previewed rows: their format, their tokens, and what keeps one out."""
+    """Return a description of the previewed examples: format, token counts, and why one cannot be used."""
     lines = []
     for row in rows:
         if row["problem"]:
@@ -121,14 +119,14 @@ def describe_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         counts = f"{row['num_tokens']} tokens{cut}, {row['num_supervised_tokens']} supervised"
         lines.append(markup.tag("li", f"{row['place']}: {counts}"))
     if not rows:
-        return markup.note("The dataset has no rows.", "error")
+        return markup.note("The dataset is empty.", "error")
     about = f"Format: {rows[0]['format']}; supervised: {rows[0]['mask_method']}."
-    legend = "What is colored and marked \u201csupervised\u201d the model learns to write; all else it only reads."
+    legend = "The loss is computed on the colored tokens marked \u201csupervised\u201d; the others are context."
     return markup.note(about) + markup.tag("ul", *lines) + markup.tag("p", legend, class_="subdued")
 
 
 def highlight(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
-    """Return the rows' text in parts, each with whether it is supervised."""
+    """Return the examples' text in parts, each marked as supervised or not."""
     parts: list[tuple[str, str | None]] = []
     for row in rows:
         if parts:

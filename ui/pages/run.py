@@ -1,4 +1,4 @@
-"""The page "Run": how one run goes, rank by rank, and the buttons that stop, save, resume and delete it."""
+"""The page "Run": the progress of one run, rank by rank, and the buttons that stop, save, resume and delete it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gradio as gr
 
 from lorashard.errors import ConfigError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_bars, draw_curves
 from ..drawing.markup import join
 from ..reading.runs import RunReader
@@ -31,10 +31,10 @@ _CHARTS = {  # of a part's name: the series, the label
     "grad_norm": (("grad_norm",), "Gradient norm"),
     "tokens_per_s": (("tokens_per_s",), "Tokens per second"),
 }
-_NOISY = ("loss", "grad_norm", "tokens_per_s")  # evaluations are few and exact, and the learning rate is chosen
+_NOISY = ("loss", "grad_norm", "tokens_per_s")  # the others are not smoothed
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     name = gr.Textbox(visible=False)
     shown = gr.Textbox(visible=False, value="curves")  # the tab
@@ -45,7 +45,7 @@ def build(desk: Desk) -> None:
         header = make_html()
         alerts = make_html(visible=False)
         progress = make_html()
-        controls = run_controls.Controls(desk, name)
+        controls = run_controls.Controls(context, name)
         with gr.Tabs():
             with gr.Tab("Curves", id="curves") as curves_tab:
                 with gr.Row():
@@ -62,14 +62,14 @@ def build(desk: Desk) -> None:
                 ranks = make_html()
                 with gr.Row():
                     with gr.Column(min_width=300):
-                        memory = make_chart("Memory of each rank")
+                        memory = make_chart("Memory per rank")
                     with gr.Column(min_width=300):
-                        waits = make_chart("Waited for gathers")
+                        waits = make_chart("Time waiting for gathers")
             with gr.Tab("Logs", id="logs") as logs_tab:
                 with gr.Row():
                     log_of = gr.Dropdown([], value=None, label="Log of", min_width=140, scale=1)
                     query = gr.Textbox(
-                        label="Search", placeholder="only lines with these words", min_width=200, scale=3
+                        label="Search", placeholder="only lines that contain this", min_width=200, scale=3
                     )
                     follow = gr.Checkbox(value=True, label="Follow", min_width=100, scale=1)
                 log = make_log()
@@ -103,8 +103,8 @@ def build(desk: Desk) -> None:
         if not name:
             return gr.skip()
         try:
-            reader = desk.runs.get(name)
-            values = _show_top(desk, reader, pressed)
+            reader = context.runs.get(name)
+            values = _show_top(context, reader, pressed)
             if tab == "curves":
                 values |= _show_curves(reader, smoothing, is_log)
             elif tab == "ranks":
@@ -140,7 +140,7 @@ def build(desk: Desk) -> None:
     controls.connect(asked)
 
 
-def _show_top(desk: Desk, reader: RunReader, pressed: str) -> dict[str, Any]:
+def _show_top(context: AppContext, reader: RunReader, pressed: str) -> dict[str, Any]:
     summary = reader.summary()
     return {
         "timer": gr.update(value=_LIVE_S if summary.is_live else _OVER_S),
@@ -149,7 +149,7 @@ def _show_top(desk: Desk, reader: RunReader, pressed: str) -> dict[str, Any]:
         "header": run_markup.draw_header(summary),
         "alerts": show_if_any(run_markup.draw_alerts(summary, reader.alerts())),
         "progress": run_markup.draw_progress(summary, reader.progress()),
-    } | run_controls.show_controls(desk, reader, summary, pressed)
+    } | run_controls.show_controls(context, reader, summary, pressed)
 
 
 def _show_curves(reader: RunReader, smoothing: float, is_log: bool) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _show_ranks(reader: RunReader) -> dict[str, Any]:
     return {
         "ranks": run_markup.draw_ranks(rows, time.time(), reader.summary().is_live),
         "memory": draw_bars([row.rank for row in rows], bars, line, "GiB"),
-        "waits": draw_curves(waits, "step", "seconds in all", revision=reader.name, is_from_zero=True),
+        "waits": draw_curves(waits, "step", "seconds, total", revision=reader.name, is_from_zero=True),
     }
 
 
@@ -189,14 +189,14 @@ def _show_log(reader: RunReader, log_of: str | None, query: str) -> dict[str, An
         choices.insert(0, (_LAUNCHER, _LAUNCHER))
     if log_of not in [word for _, word in choices]:
         log_of = choices[0][1] if choices else None
-    text, empty = "", "Nothing has been written yet."
+    text, empty = "", "The log is empty."
     if log_of is not None:
         try:
             text = reader.log(_LAUNCHER if log_of == _LAUNCHER else int(log_of), query)
         except ConfigError as error:
             empty = str(error)
         if query and not text:
-            empty = f"No line has \u201c{query}\u201d."
+            empty = f"No line contains \u201c{query}\u201d."
     return {"log_of": gr.update(choices=choices, value=log_of), "log": join([text or empty])}
 
 

@@ -1,4 +1,4 @@
-"""The buttons of the page "Run", and the answers to them."""
+"""The buttons of the page "Run", and the replies to them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import gradio as gr
 
-from lorashard.errors import ConfigError
+from lorashard.errors import UserError
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..reading.runs import RunReader
 from ..reading.summaries import Summary
 from ..running import control
@@ -20,15 +20,15 @@ from .refreshing import make_html, show_if_any
 
 
 class Controls:
-    """The buttons, the two questions that some of them ask first, and where the answer stands.
+    """The buttons, the confirmations that two of them ask for, and the place of the reply.
 
     Attributes:
         pressed: what was pressed last, as `run_markup.draw_answer` takes it.
         parts: what `show_controls` gives values for.
     """
 
-    def __init__(self, desk: Desk, name: gr.Textbox) -> None:
-        self._desk = desk
+    def __init__(self, context: AppContext, name: gr.Textbox) -> None:
+        self._context = context
         self._name = name
         self.pressed = gr.Textbox(visible=False, value="")
         with gr.Row():
@@ -38,18 +38,18 @@ class Controls:
             self._ask_stop_now = gr.Button("Stop now", size="sm", min_width=120)
             self._ask_delete = gr.Button("Delete", size="sm", min_width=120)
         with gr.Group(visible=False) as self._stop_now_question:
-            gr.Markdown("Stop now? What was trained since the last checkpoint is lost.", padding=True)
+            gr.Markdown("Stop now? Training since the last checkpoint is lost.", padding=True)
             with gr.Row():
-                self._stop_now = gr.Button("Stop now, do not save", variant="stop", size="sm")
-                self._keep_going = gr.Button("Let it go on", size="sm")
+                self._stop_now = gr.Button("Stop without saving", variant="stop", size="sm")
+                self._keep_going = gr.Button("Keep running", size="sm")
         with gr.Group(visible=False) as self._delete_question:
             self._typed = gr.Textbox(
-                label="To delete the run for good, type its name",
+                label="To delete the run permanently, type its name",
                 info="Its adapter, checkpoints, logs and metrics are deleted.",
             )
             with gr.Row():
-                self._delete = gr.Button("Delete for good", variant="stop", size="sm")
-                self._keep = gr.Button("Keep it", size="sm")
+                self._delete = gr.Button("Delete permanently", variant="stop", size="sm")
+                self._keep = gr.Button("Keep the run", size="sm")
         answer = make_html()
         reason = make_html()
         links = make_html()
@@ -64,17 +64,17 @@ class Controls:
         Args:
             refresh: what an event is given for it.
         """
-        root = self._desk.root
+        root = self._context.root
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
         def press(word: str, act: Callable[[str], None]) -> Callable[[str], str]:
             def handle(name: str) -> str:
                 said: dict[str, Any] = {"word": word}
                 try:
-                    reader = self._desk.runs.get(name)
+                    reader = self._context.runs.get(name)
                     said["saved"] = max((point.step for point in reader.checkpoints()), default=-1)
                     act(name)
-                except ConfigError as error:
+                except UserError as error:
                     said["error"] = str(error)
                 return json.dumps(said)
 
@@ -84,7 +84,7 @@ class Controls:
             "stop": (self._stop, lambda name: control.stop_run(root, name)),
             "stop_now": (self._stop_now, lambda name: control.stop_run(root, name, now=True)),
             "save": (self._save, lambda name: control.save_run(root, name)),
-            "resume": (self._resume, self._desk.resume_run),
+            "resume": (self._resume, self._context.resume_run),
         }
         for word, (button, act) in actions.items():
             button.click(press(word, act), self._name, self.pressed, **quiet).then(**refresh)
@@ -93,7 +93,7 @@ class Controls:
             if typed.strip() != name:
                 said = {"word": "delete", "error": f"To delete the run, type its name: {name}"}
                 return json.dumps(said), gr.skip()
-            return press("delete", self._desk.delete_run)(name), gr.update(visible=False)
+            return press("delete", self._context.delete_run)(name), gr.update(visible=False)
 
         outputs = [self.pressed, self._delete_question]
         gr.on([self._delete.click, self._typed.submit], delete, [self._name, self._typed], outputs, **quiet).then(
@@ -106,10 +106,10 @@ class Controls:
         _toggle(self._keep, self._delete_question, False)
 
 
-def show_controls(desk: Desk, reader: RunReader, summary: Summary, pressed: str) -> dict[str, Any]:
+def show_controls(context: AppContext, reader: RunReader, summary: Summary, pressed: str) -> dict[str, Any]:
     """Return the values of `Controls.parts`."""
     is_live = summary.is_live
-    reason = None if is_live else control.explain_no_resume(desk.root, summary.name)
+    reason = None if is_live else control.explain_no_resume(context.root, summary.name)
     can_stop = is_live and summary.state != "stopping"
     return {
         "stop": gr.update(interactive=can_stop),

@@ -11,7 +11,7 @@ from ..drawing.markup import Markup, badge, facts, join, link, note, table, tag
 from ..drawing.wording import NONE, show_ago, show_count, show_duration, show_number, show_time
 from ..reading.alerts import Alert
 from ..reading.checkpoints import CheckpointRow
-from ..reading.paces import Progress
+from ..reading.eta import Progress
 from ..reading.places import show_paths
 from ..reading.ranks import RankRow
 from ..reading.samples import Sample
@@ -24,9 +24,9 @@ _MOST_SAMPLES = 50
 
 
 def draw_missing(name: str) -> Markup:
-    """Say that there is no such run."""
+    """Return what is shown for a run that does not exist."""
     what = (
-        f"There is no run \u201c{name}\u201d in this folder: it was deleted, or never was."
+        f"There is no run \u201c{name}\u201d in this folder: it was deleted or never existed."
         if name
         else "No run chosen."
     )
@@ -39,7 +39,7 @@ def draw_missing(name: str) -> Markup:
 
 
 def draw_header(summary: Summary) -> Markup:
-    """Return the run's name, how it is, and what it is of."""
+    """Return the run's name, state and main facts."""
     title = tag("div", tag("h1", summary.name), badge(summary.state), class_="run-title")
     step = f"{show_count(summary.step)} of {show_count(summary.max_steps)}" if summary.max_steps else NONE
     quantization = [("quantization", summary.quantization)] if summary.quantization else []
@@ -53,13 +53,13 @@ def draw_header(summary: Summary) -> Markup:
         ("loss", show_number(summary.loss)),
         ("eval loss", show_number(summary.eval_loss)),
         ("tokens/s", show_count(summary.tokens_per_s)),
-        ("begun", show_time(summary.begin_s)),
+        ("started", show_time(summary.begin_s)),
     ]
     return join((title, facts(pairs)))
 
 
 def draw_progress(summary: Summary, progress: Progress) -> Markup:
-    """Return the phases with the present one marked, a bar, and a sentence."""
+    """Return the phases with the current one marked, a bar, and a sentence."""
     present = _PHASES.index(progress.phase) if progress.phase in _PHASES else -1
     items = []
     for number, phase in enumerate(_PHASES):
@@ -84,7 +84,7 @@ def draw_progress(summary: Summary, progress: Progress) -> Markup:
 
 
 def draw_alerts(summary: Summary, alerts: Sequence[Alert]) -> Markup:
-    """Return what is wrong, the worst first, each with its rank and step."""
+    """Return the alerts, the worst first, each with its rank and step."""
     notes = []
     for alert in alerts:
         where = [f"rank {alert.rank}" if alert.rank is not None else "", f"step {alert.step}" if alert.step else ""]
@@ -100,8 +100,8 @@ def draw_alerts(summary: Summary, alerts: Sequence[Alert]) -> Markup:
 def draw_ranks(rows: Sequence[RankRow], now_s: float, is_live: bool) -> Markup:
     """Return a table of all ranks."""
     if not rows:
-        return note("No rank has said anything yet: each writes a line at every logged step.")
-    headers = ("rank", "state", "memory now", "peak", "planned", "waited for gathers", "use", "temperature", "step")
+        return note("No metrics from any rank yet: each rank writes a line at every logged step.")
+    headers = ("rank", "state", "memory now", "peak", "planned", "gather wait", "utilization", "temperature", "step")
     cells = [
         (
             str(row.rank),
@@ -117,17 +117,17 @@ def draw_ranks(rows: Sequence[RankRow], now_s: float, is_live: bool) -> Markup:
         )
         for row in rows
     ]
-    drawn = table((*headers, "last heard of"), cells, "Every rank", num_text=2, class_="cards")
+    drawn = table((*headers, "last update"), cells, "Every rank", num_text=2, class_="cards")
     if not any(row.cpu_percent is not None for row in rows):
         return drawn
-    about = "On the CPU, memory is that of the whole process with its libraries, which the plan leaves out."
+    about = "On the CPU, memory is that of the whole process with its libraries, which the plan does not count."
     return join((drawn, tag("p", about, class_="subdued")))
 
 
 def draw_samples(samples: Sequence[Sample], chosen: str) -> Markup:
-    """Return what the model answered, the newest first: to one prompt at each step, or to all at the last step."""
+    """Return sampled answers: to one prompt over the steps, the newest first, or to all prompts at the last step."""
     if not samples:
-        return note("No samples: give the option sample_prompts, and each evaluation answers them.")
+        return note("No samples. Set the option sample_prompts, and each evaluation generates answers.")
     if chosen == ALL_PROMPTS:
         last = max(sample.step for sample in samples)
         rows = [(s.prompt, s.completion) for s in samples if s.step == last]
@@ -140,11 +140,11 @@ def draw_samples(samples: Sequence[Sample], chosen: str) -> Markup:
 def draw_checkpoints(checkpoints: Sequence[CheckpointRow]) -> Markup:
     """Return a table of the checkpoints in the run's folder."""
     if not checkpoints:
-        return note("No checkpoint yet. \u201cSave now\u201d makes one; save_steps makes them by itself.")
+        return note("No checkpoint yet. \u201cSave now\u201d makes one; save_steps makes them automatically.")
     rows = [
         (
             point.name,
-            point.problem or "whole",
+            point.problem or "complete",
             show_time(point.time_s),
             show_count(point.step),
             show_bytes(point.size_bytes),
@@ -155,7 +155,7 @@ def draw_checkpoints(checkpoints: Sequence[CheckpointRow]) -> Markup:
 
 
 def draw_answer(pressed: str, summary: Summary, checkpoints: Sequence[CheckpointRow]) -> Markup:
-    """Answer what was pressed last, as far as it has come.
+    """Report on the button that was pressed last.
 
     Args:
         pressed: JSON of `word` (stop, stop_now, save, resume, delete), `saved`, which is the step of the newest
@@ -167,29 +167,29 @@ def draw_answer(pressed: str, summary: Summary, checkpoints: Sequence[Checkpoint
         return note(said["error"], "error")
     is_live = summary.is_live
     if word == "stop":
-        going = "Stopping: it saves at the end of this step, and then ends."
+        going = "Stopping: it saves a checkpoint at the end of this step, then ends."
         return note(going if is_live else f"Ended at step {show_count(summary.step)}.")
     if word == "stop_now":
-        return note("Stopping now: all ranks are told to end." if is_live else "All ranks have ended.")
+        return note("Stopping all ranks." if is_live else "All ranks have ended.")
     if word == "save":
         new = [point for point in checkpoints if point.step > said.get("saved", -1)]
         if new:
             return note(f"Saved: {max(new, key=lambda point: point.step).name}.")
         if is_live:
-            return note("Saving at the end of this step; training goes on.")
+            return note("Saving at the end of this step; training continues.")
         return note("The run ended before it could save.", "warning")
     if word == "resume" and summary.state == "starting":
-        return note("Resuming: the ranks are being started.")
+        return note("Resuming: starting the ranks.")
     return Markup("")
 
 
 def draw_reason(reason: str | None) -> Markup:
-    """Say why a run cannot be resumed, where it cannot."""
+    """Return why a run cannot be resumed; empty if it can."""
     return Markup("") if reason is None else tag("p", "Cannot be resumed: ", reason, class_="subdued")
 
 
 def draw_links(summary: Summary, has_adapter: bool) -> Markup:
-    """Return where one can go from a run; an adapter may be in a checkpoint."""
+    """Return links to the other pages for this run; its adapter may be in a checkpoint."""
     words = [link("new", "Clone", "button", **{"from": summary.name})]
     if has_adapter:
         words += [link(page, page.capitalize(), "button", run=summary.name) for page in ("chat", "export")]
@@ -221,5 +221,5 @@ def _show_use(row: RankRow) -> str:
 def _show_wait(row: RankRow) -> str:
     if row.wait_s is None:
         return NONE
-    share = "" if row.wait_share is None else f" ({row.wait_share:.0%} lately)"
+    share = "" if row.wait_share is None else f" ({row.wait_share:.0%} recently)"
     return f"{show_duration(row.wait_s)}{share}"

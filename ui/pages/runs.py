@@ -1,4 +1,4 @@
-"""The page "Runs": every run of the folder in a table that keeps itself up to date, and what GPUs there are."""
+"""The page "Runs": a table of all runs of the folder, kept up to date, and the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
 from lorashard.runtime.gpus import Gpu, list_gpus
 
-from ..desk import Desk
+from ..app_context import AppContext
 from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_count, show_duration, show_number, show_time
 from ..reading.places import show_paths, write_path
@@ -24,7 +24,7 @@ _REFRESH_S = 3.0
 _MOST_ROWS = 200
 _ANY = "any state"
 _STATES = ("queued", "starting", "running", "stopping", "done", "stopped", "failed", "dead")
-# Of a column: its header, the attribute that it is sorted by, and whether the first click puts the largest first.
+# Each column: header, attribute to sort by, whether the first click sorts in descending order.
 _COLUMNS = (
     ("name", "name", False),
     ("state", "state", False),
@@ -35,13 +35,13 @@ _COLUMNS = (
     ("eval loss", "eval_loss", False),
     ("tokens/s", "tokens_per_s", True),
     ("time left", "eta_s", False),
-    ("begun", "begin_s", True),
+    ("started", "begin_s", True),
     ("ranks", "num_ranks", True),
 )
-_NUM_TEXT = 5  # the box and the columns of words
+_NUM_TEXT = 5  # the box and the text columns
 _NEWEST_FIRST = {"by": "begin_s", "down": True}
 
-# Which boxes are ticked is the browser's affair: rows move when runs come, and ticks move with them.
+# The browser keeps the ticked boxes: rows move when runs are added, and the ticks move with them.
 _SCRIPT = """
 const chosen = new Set();
 const tell = () => {
@@ -70,26 +70,26 @@ tick();
 """
 
 
-def build(desk: Desk) -> None:
+def build(context: AppContext) -> None:
     """Add the page's components and events to the page that is being built."""
     timer = gr.Timer(_REFRESH_S)
     order = gr.Textbox(visible=False, value=json.dumps(_NEWEST_FIRST))
     make_html(tag("div", tag("h1", "Runs"), link("new", "New run", "button button-primary"), class_="page-head"))
     gpus = make_html()
     with gr.Row():
-        text = gr.Textbox(label="Filter", placeholder="words of a name, a model or a dataset", scale=3, min_width=200)
+        text = gr.Textbox(label="Filter", placeholder="name, model or dataset", scale=3, min_width=200)
         state = gr.Dropdown([_ANY, *_STATES], value=_ANY, label="State", scale=1, min_width=140)
     runs = make_html(js_on_load=_SCRIPT)
     parts = Parts(gpus=gpus, runs=runs)
     inputs = [parts.seen, text, state, order]
 
     def refresh(seen: str, text: str, state: str, order: str) -> dict[Any, Any]:
-        summaries = desk.runs.list()
+        summaries = context.runs.list()
         shown = sort_runs(filter_runs(summaries, text, state), **json.loads(order))
-        waits = {row.name: _read_wait(desk, row.name) for row in shown if row.state == "queued"}
+        waits = {row.name: _read_wait(context, row.name) for row in shown if row.state == "queued"}
         values = {"gpus": draw_gpus(list_gpus())}
         values["runs"] = (
-            draw_runs(shown, waits, json.loads(order)) if summaries else draw_empty(write_path(str(desk.root)))
+            draw_runs(shown, waits, json.loads(order)) if summaries else draw_empty(write_path(str(context.root)))
         )
         return parts.send(seen, values)
 
@@ -105,9 +105,9 @@ def build(desk: Desk) -> None:
     runs.sort(sort, order, order, **quiet).then(**asked)
 
 
-def _read_wait(desk: Desk, name: str) -> str:
+def _read_wait(context: AppContext, name: str) -> str:
     try:
-        return desk.runs.get(name).progress().sentence
+        return context.runs.get(name).progress().sentence
     except ConfigError:  # it has just been deleted
         return ""
 
@@ -145,7 +145,7 @@ def choose_order(order: dict[str, Any], column: str) -> dict[str, Any]:
 def draw_gpus(gpus: Sequence[Gpu]) -> Markup:
     """Return the machine's GPUs in a line."""
     if not gpus:
-        return tag("p", "This machine has no GPU that can be used: runs compute on its CPU.", class_="subdued")
+        return tag("p", "This machine has no usable GPU; runs use its CPU.", class_="subdued")
     words = []
     for gpu in gpus:
         use = "" if gpu.utilization_percent is None else f", {gpu.utilization_percent} % busy"
@@ -157,9 +157,9 @@ def draw_gpus(gpus: Sequence[Gpu]) -> Markup:
 
 def draw_empty(root: str) -> Markup:
     """Say what to do where there is no run."""
-    first = tag("p", tag("strong", "No runs yet."), " A run needs a model, a dataset and a name.")
+    first = tag("p", tag("strong", "No runs yet."), " A run needs a model and a dataset.")
     there = tag(
-        "p", "Runs started with ", tag("code", f"--output_dir {root}/NAME"), " show here too.", class_="subdued"
+        "p", "Runs started with ", tag("code", f"--output_dir {root}/NAME"), " appear here too.", class_="subdued"
     )
     return tag("div", first, tag("p", link("new", "Start the first run", "button button-primary")), there)
 
@@ -171,13 +171,13 @@ def draw_runs(shown: Sequence[Summary], waits: dict[str, str], order: dict[str, 
         waits: of queued runs, for what they wait.
     """
     if not shown:
-        return note("No run fits the filter.")
+        return note("No run matches the filter.")
     headers = [tag("th", "compare", scope="col", class_="text")]
     headers += [_draw_header(number, *column[:2], order) for number, column in enumerate(_COLUMNS, 1)]
     content = table(headers, [_draw_row(row, waits) for row in shown[:_MOST_ROWS]], "Runs", _NUM_TEXT, class_="cards")
     submit = tag("button", "Select runs to compare", type="submit", class_="button", disabled=True)
     num_more = len(shown) - _MOST_ROWS
-    more = note(f"{num_more} more are not shown: filter them, or sort otherwise.") if num_more > 0 else ""
+    more = note(f"{num_more} more are not shown; use the filter.") if num_more > 0 else ""
     return tag("form", tag("p", submit), content, more, action="compare", method="get")
 
 

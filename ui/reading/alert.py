@@ -42,7 +42,7 @@ class Facts:
         odd: of all lines, step, name and number of what was not finite, and of what was left out.
         update_s: when any of its files was last written to.
         free_bytes: on the disk of its folder; None where that cannot be asked.
-        said: what lorashard has printed into each log, by rank, the launcher's under -1.
+        events: what events.jsonl holds of this run, oldest first.
         stopped_pids: processes of the run that a signal or a debugger has stopped.
     """
 
@@ -57,5 +57,5 @@ class Facts:
     planned_bytes: int | None = None
     checkpoints: Sequence[CheckpointRow] = ()
     free_bytes: int | None = None
-    said: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    events: Sequence[Mapping[str, Any]] = ()
     stopped_pids: Sequence[int] = ()

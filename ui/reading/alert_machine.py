@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from lorashard.runs.events import describe_event
 from lorashard.runtime.disk import show_bytes
 
 from .alert import Alert, Facts
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
 _LITTLE_BYTES = 200 << 20  # for logs and the adapter, where no checkpoint tells what it needs
 _MUCH_OVER_PLAN = 1.05
@@ -22,10 +23,6 @@ _MANY_INTERVALS = 50
 # A rank that the others wait for: it waits so much less than they do, as shares of the time.
 _SLOW_GAP = 0.2
 
-_REFUSED = re.compile(r"cannot be written \(|was not written: |does not say that the run ")
-_ACCEPTED = "the run's files can be written again"
-_SKIPPED = re.compile(r"(checkpoint-\d+) is skipped: ")
-
 
 def find_disk(facts: Facts) -> Iterator[Alert]:
     """Say that the disk of a live run is nearly full, and what any disk has refused."""
@@ -35,19 +32,23 @@ def find_disk(facts: Facts) -> Iterator[Alert]:
         takes = f", and a checkpoint takes {show_bytes(largest_bytes)}" if largest_bytes else ""
         sentence = (
             f"{show_bytes(facts.free_bytes)} are free on the disk of {facts.folder}{takes}: make room, or the next "
-            "ones are not written (the run goes on without them); save_total_limit keeps fewer"
+            "ones are not written (the run continues without them); save_total_limit keeps fewer"
         )
         yield Alert("disk", "warning", None, None, sentence, facts.now_s)
-    for who, lines in facts.said.items():
-        refused = None
-        for line in lines:
-            if _REFUSED.search(line):
-                refused = line
-            elif line.startswith(_ACCEPTED):
-                refused = None
-        if refused is not None:
-            rank = None if who < 0 else who
-            yield Alert("disk", "warning", rank, None, f"{show_safely(refused)} (make room on that disk)")
+    refused: dict[tuple[str, int | None], Mapping[str, Any]] = {}
+    for event in facts.events:
+        who = event["rank"]
+        if event["kind"] == "disk_accepted":
+            refused.pop(("files", who), None)
+        elif event["kind"] == "disk_refused":
+            refused["files", who] = event
+        elif event["kind"] == "checkpoint_saved":
+            refused.pop(("checkpoint", who), None)
+        elif event["kind"] == "checkpoint_failed":
+            refused["checkpoint", who] = event
+    for (_, rank), event in refused.items():
+        sentence = f"{show_safely(describe_event(event['kind'], event))} (make room on that disk)"
+        yield Alert("disk", "warning", rank, to_whole(event.get("step")), sentence, to_finite(event["time"]))
 
 
 def find_checkpoints(facts: Facts) -> Iterator[Alert]:
@@ -58,12 +59,11 @@ def find_checkpoints(facts: Facts) -> Iterator[Alert]:
             damaged.add(row.name)
             sentence = f"{show_safely(row.problem)}; {explain_resume(facts.folder)}"
             yield Alert("checkpoint", "warning", None, row.step, sentence, row.time_s)
-    for lines in facts.said.values():
-        for line in lines:
-            found = _SKIPPED.search(line)
-            if found and found[1] not in damaged:
-                damaged.add(found[1])
-                yield Alert("checkpoint", "warning", None, None, show_safely(line))
+    for event in facts.events:
+        if event["kind"] == "checkpoint_skipped" and event["checkpoint"] not in damaged:
+            damaged.add(event["checkpoint"])
+            sentence = show_safely(describe_event(event["kind"], event))
+            yield Alert("checkpoint", "warning", None, to_whole(event.get("step")), sentence, to_finite(event["time"]))
 
 
 def find_memory(facts: Facts) -> Iterator[Alert]:

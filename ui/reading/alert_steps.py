@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .alert import Alert, Facts
-from .paces import measure_pace, show_duration
-from .ranks import RankLog, find_behind, find_named
+from .eta import measure_pace, show_duration
+from .ranks import find_behind
+from .sanitize import show_safely
 from .series import to_finite, to_whole
 from .states import explain_resume
-from .taming import show_safely
 
-_FULL_DISK = re.compile(r"No space left|Disk quota exceeded|Read-only file system|disk is full", re.IGNORECASE)
-_MEMORY = re.compile(r"out of memory|OutOfMemory|cannot allocate memory", re.IGNORECASE)
-_NONFINITE = re.compile(r"not finite|though every loss is finite")
 _SHOWN_STEPS = 3
 _SHOWN_ROWS = 4
 # No news for so many usual intervals between two, and never sooner than this many seconds.
@@ -30,21 +26,20 @@ def find_end(facts: Facts) -> Iterator[Alert]:
     state = facts.state
     if state.name not in ("failed", "stopped", "dead") or not state.error:
         return
-    rank = find_named(state.error) if state.name == "failed" else None
-    advice = ""
-    if state.name == "failed":
-        advice = f". {_advise(facts, state.error, rank)}"
+    rank = state.failure.get("rank") if state.name == "failed" else None
+    advice = f". {_advise(facts, rank)}" if state.name == "failed" else ""
     severity = "info" if state.name == "stopped" else "error"
     sentence = f"{state.error.rstrip('.')}{advice}"
     yield Alert(state.name, severity, rank, to_whole(state.status.get("step")), sentence, state.update_s)  # type: ignore[arg-type]
 
 
-def _advise(facts: Facts, error: str, rank: int | None) -> str:
-    if _NONFINITE.search(error):
-        return "Look at the rows that it names, in the data as they are"
-    if _FULL_DISK.search(error):
+def _advise(facts: Facts, rank: int | None) -> str:
+    cause = facts.state.failure.get("cause")
+    if cause == "nonfinite":
+        return "Look at the examples that it names, in the data as they are"
+    if cause == "disk":
         return f"Free some room on the disk of {facts.folder}; then {explain_resume(facts.folder)}"
-    if _MEMORY.search(error):
+    if cause == "memory":
         return (
             "Give less to hold at once (per_device_train_batch_size, max_length) or another placement (host, file); "
             f"then {explain_resume(facts.folder)}"
@@ -54,20 +49,21 @@ def _advise(facts: Facts, error: str, rank: int | None) -> str:
 
 
 def find_nonfinite(facts: Facts) -> Iterator[Alert]:
-    """Say which numbers were NaN or infinite, and of which rank's rows they came."""
-    noted = {rank: [note for note in log.notes if _has_bad_loss(note)] for rank, log in facts.ranks.items()}
+    """Say which values were NaN or infinite, and of which rank's examples they came."""
+    events = [event for event in facts.events if event["kind"] == "nonfinite"]
     times = {
         int(row["step"]): to_finite(row.get("time")) for row in facts.rows if to_finite(row.get("step")) is not None
     }
-    for rank, notes in noted.items():
-        if notes:
-            step = int(notes[-1]["step"])
-            yield Alert("nan", "error", rank, step, f"rank {rank}: {_describe_notes(notes)}", times.get(step))
-    if not any(noted.values()):
-        yield from _find_bad_norms(facts.ranks, times)
+    bad = [event for event in events if any(not _is_finite_word(loss) for loss in event["losses"])]
+    for rank in sorted({event["rank"] for event in bad}):
+        own = [event for event in bad if event["rank"] == rank]
+        sentence = f"rank {rank}: {_describe_losses(own)}"
+        yield Alert("nan", "error", rank, own[-1]["step"], sentence, to_finite(own[-1]["time"]))
+    if events and not bad:
+        yield _describe_norms(events)
     for name in ("loss", "grad_norm", "eval_loss"):
         found = [(step, number) for step, odd, number in facts.odd if odd == name]
-        is_explained = name != "eval_loss" and any(log.notes for log in facts.ranks.values())
+        is_explained = name != "eval_loss" and bool(events)
         if found and not is_explained:
             step, number = found[-1]
             advice = "lower the learning rate, or look at the data" if name != "eval_loss" else "look at the rows there"
@@ -80,15 +76,10 @@ def find_nonfinite(facts: Facts) -> Iterator[Alert]:
         total, step = sum(number for _, number in skipped), skipped[-1][0]
         what = "1 step was" if total == 1 else f"{total} steps were"
         sentence = (
-            f"{what} left out, since their numbers were not finite (the last up to step {step}): nothing is learned "
-            "from them; if it goes on so, fix the rows or lower the learning rate"
+            f"{what} left out, since their values were not finite (the last up to step {step}): nothing is learned "
+            "from them; if this continues, fix the examples or lower the learning rate"
         )
         yield Alert("nan", "warning", None, step, sentence, times.get(step))
-
-
-def _has_bad_loss(note: Mapping[str, Any]) -> bool:
-    found = note["nonfinite"]
-    return isinstance(found, dict) and any(not _is_finite_word(loss) for loss in found.get("losses", ()))
 
 
 def _is_finite_word(word: Any) -> bool:
@@ -98,27 +89,26 @@ def _is_finite_word(word: Any) -> bool:
         return True
 
 
-def _describe_notes(notes: list[dict[str, Any]]) -> str:
-    found = notes[-1]["nonfinite"]
+def _describe_losses(events: Sequence[Mapping[str, Any]]) -> str:
+    found = events[-1]
     losses = [str(loss) for loss in found["losses"] if not _is_finite_word(loss)]
-    pairs = zip(found["losses"], found.get("rows", ()), strict=False)
+    pairs = zip(found["losses"], found["rows"], strict=False)
     rows = [str(row) for loss, rows in pairs if not _is_finite_word(loss) for row in rows]
     over = f" over {', '.join(rows[:_SHOWN_ROWS])}" if rows else ""
     more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
-    steps = _list_steps([int(note["step"]) for note in notes])
-    return show_safely(f"loss {losses[0]} at {steps}{over}{more}: look at these rows, or lower the learning rate")
+    steps = _list_steps([event["step"] for event in events])
+    return show_safely(f"loss {losses[0]} at {steps}{over}{more}: look at these examples, or lower the learning rate")
 
 
-def _find_bad_norms(ranks: Mapping[int, RankLog], times: Mapping[int, float | None]) -> Iterator[Alert]:
-    notes = next((list(log.notes) for log in ranks.values() if log.notes), None)
-    if notes:
-        step = int(notes[-1]["step"])
-        steps = _list_steps([int(note["step"]) for note in notes])
-        sentence = (
-            f"the gradient's norm was {notes[-1].get('grad_norm')} at {steps}, though every loss was finite: lower the "
-            "learning rate, or take bfloat16 where this is float16"
-        )
-        yield Alert("nan", "error", None, step, sentence, times.get(step))
+def _describe_norms(events: Sequence[Mapping[str, Any]]) -> Alert:
+    """Describe a norm that was not finite, which is the same on all ranks."""
+    last = events[-1]
+    steps = _list_steps([event["step"] for event in events])
+    sentence = (
+        f"the gradient's norm was {last['grad_norm']} at {steps}, though every loss was finite: lower the learning "
+        "rate, or take bfloat16 where this is float16"
+    )
+    return Alert("nan", "error", None, last["step"], sentence, to_finite(last["time"]))
 
 
 def _list_steps(steps: list[int]) -> str:
@@ -132,12 +122,12 @@ def _list_steps(steps: list[int]) -> str:
 
 def find_restarts(facts: Facts) -> Iterator[Alert]:
     """Say why ranks were started again."""
-    reasons = facts.state.status.get("restarts")
-    for reason in reasons if isinstance(reasons, list) else []:
-        rank = find_named(str(reason))
-        where = "" if rank is None else f"; the log of rank {rank} tells more"
-        sentence = f"the ranks were started again ({show_safely(str(reason))}){where}"
-        yield Alert("restart", "warning", rank, None, sentence)
+    for restart in facts.state.status.get("restarts", ()):
+        failure = restart["failure"]
+        where = "" if failure["rank"] is None else f"; the log of rank {failure['rank']} has more"
+        count = f"{restart['number']} of {restart['max_restarts']}"
+        sentence = f"the ranks were started again ({count}: {show_safely(failure['message'])}){where}"
+        yield Alert("restart", "warning", failure["rank"], None, sentence)
 
 
 def find_stall(facts: Facts) -> Iterator[Alert]:
@@ -160,7 +150,7 @@ def find_stall(facts: Facts) -> Iterator[Alert]:
     if facts.stopped_pids:
         pids = " ".join(map(str, facts.stopped_pids))
         yield Alert(
-            "stall", "warning", None, None, f"{sentence}: its processes are stopped: go on by kill -CONT {pids}"
+            "stall", "warning", None, None, f"{sentence}: its processes are stopped: resume them with kill -CONT {pids}"
         )
         return
     if behind:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .reader import RunReader
-from .taming import show_safely
+from .sanitize import show_safely
 
 # Where a run lies and how it was begun, of which no two runs have the same.
 _ITS_OWN = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir")

@@ -10,8 +10,8 @@ from typing import Literal
 from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
 
+from .sanitize import mask_secrets, tame
 from .states import LAUNCHER_LOG
-from .taming import mask_secrets, tame
 
 _BLOCK_BYTES = 1 << 16
 _MOST_BYTES = 64 << 20
@@ -70,7 +70,7 @@ def read_log(
             if len(found) == max_lines:
                 break
     except OSError as error:
-        raise ConfigError(f"{path.name} of run {folder.name} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot be read: {error.strerror}", where=path) from error
     return "\n".join(reversed(found))
 
 
@@ -84,10 +84,10 @@ def find_log(folder: Path, rank: int | Literal["launcher"]) -> Path:
     if rank not in there or isinstance(rank, bool):
         names = ", ".join("launcher" if one == "launcher" else f"rank {one}" for one in there) or "none yet"
         who = "the launcher" if rank == "launcher" else f"rank {rank}"
-        raise ConfigError(f"run {folder.name} has no log of {who}: there are {names}")
+        raise ConfigError(f"run {folder.name} has no log of {who}", fix=f"choose one of: {names}")
     path = folder / name_log(rank)
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise ConfigError(f"{path.name} of run {folder.name} is a link that leads out of its folder: it is not read")
+        raise ConfigError(f"a link that leads out of the folder of run {folder.name}", where=path.name)
     return path
 
 

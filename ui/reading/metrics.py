@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .jsonl_tail import JsonLines
 from .series import Series, read_column
-from .tails import JsonLines
 
 _MOST_RECENT = 256
 _MOST_ODD = 1000

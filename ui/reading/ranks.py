@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .jsonl_tail import JsonLines
 from .series import Series, read_column, to_finite, to_whole
-from .tails import JsonLines
 
 # What charts show of every line, and where it stands in the line: the first that is there.
 _SOURCES = {
@@ -25,10 +24,8 @@ _SOURCES = {
 }
 CHARTED = (*_SOURCES, "wait_share")
 _MOST_POINTS = 8192  # of each of them, of each rank
-_MOST_NOTES = 100
 _LAG_S = 15.0
 _NAME = re.compile(r"rank_(\d+)\.jsonl")
-_NAMED = re.compile(r"\brank (\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,6 @@ class RankLog:
     Attributes:
         last: the last line that measures something.
         wait_share: at the last line.
-        notes: the last lines that tell of numbers that were not finite.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +79,6 @@ class RankLog:
         self.last: dict[str, Any] = {}
         self.wait_share: float | None = None
         self.peak_bytes: int | None = None
-        self.notes: deque[dict[str, Any]] = deque(maxlen=_MOST_NOTES)
         self.series = {name: Series(_MOST_POINTS) for name in CHARTED}
         self._before: dict[str, Any] = {}  # the last line that tells when it was written, and how long was waited
 
@@ -104,8 +99,6 @@ class RankLog:
 
     def _take(self, batch: Sequence[dict[str, Any]]) -> None:
         rows = [row for row in batch if isinstance(row.get("step"), (int, float))]
-        self.notes.extend(row for row in rows if "nonfinite" in row)
-        rows = [row for row in rows if "nonfinite" not in row]
         if not rows:
             return
         self.last = rows[-1]
@@ -154,12 +147,6 @@ def find_behind(logs: Mapping[int, RankLog], now_s: float) -> dict[int, int]:
     if now_s - first_s < _LAG_S:  # ranks do not write at the same moment
         return {}
     return {rank: step for rank, step in steps.items() if step < newest}
-
-
-def find_named(sentence: str) -> int | None:
-    """Return the rank that a sentence names first, if it names any."""
-    named = _NAMED.search(sentence)
-    return int(named[1]) if named else None
 
 
 def find_planned_bytes(plan: Mapping[str, Any] | None) -> int | None:

@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lorashard.errors import ConfigError
+from lorashard.runs.events import EVENTS_NAME, add_event
 
 from .alert import Alert, Facts
 from .alerts import find_alerts
 from .checkpoints import CheckpointRow, list_rows
-from .launches import find_stopped
-from .logs import list_logs, name_log, read_log
+from .eta import Progress, describe_progress, estimate_rest
+from .jsonl_tail import JsonLines, read_json
+from .logs import list_logs, read_log
 from .metrics import Metrics
-from .paces import Progress, describe_progress, estimate_rest
-from .ranks import RankLog, RankRow, describe_rank, find_behind, find_named, find_planned_bytes, list_rank_files
-from .said import SaidLines
+from .process_file import find_stopped
+from .ranks import RankLog, RankRow, describe_rank, find_behind, find_planned_bytes, list_rank_files
 from .samples import Sample, Samples
+from .sanitize import hide_secrets, show_safely
 from .states import ASKED_NAME, find_state
 from .summaries import KnownRun, Summary, read_options
-from .tails import read_json
-from .taming import hide_secrets, show_safely
 
+_MOST_EVENTS = 2000
 _CHECKPOINTS_S = 5.0  # looking at every file of every checkpoint takes a while
 
 
@@ -41,7 +42,8 @@ class RunReader:
         self._ranks: dict[int, RankLog] = {}
         self._checkpoints: list[CheckpointRow] = []
         self._checkpoints_s = -_CHECKPOINTS_S
-        self._said: dict[int, SaidLines] = {}
+        self._event_lines = JsonLines(folder / EVENTS_NAME)
+        self._events: list[dict[str, Any]] = []
         self._samples = Samples(folder / "samples.jsonl")
 
     def summary(self) -> Summary:
@@ -92,7 +94,7 @@ class RunReader:
         with self._lock:
             logs = self._update_ranks()
             behind = find_behind(logs, time.time())
-            named = find_named(state.error) if state.name == "failed" and state.error else None
+            named = state.failure.get("rank") if state.name == "failed" else None
             rows = []
             for rank, log in logs.items():
                 word = state.name
@@ -182,14 +184,17 @@ class RunReader:
                 planned_bytes=find_planned_bytes(self.plan()),
                 checkpoints=rows,
                 free_bytes=_find_free_bytes(self.folder),
-                said=self._read_said(),
+                events=self._read_events(),
                 stopped_pids=find_stopped(state.owner) if state.is_live else [],
             )
 
-    def _read_said(self) -> dict[int, list[str]]:
-        names = {-1 if who == "launcher" else who: self.folder / name_log(who) for who in list_logs(self.folder)}
-        self._said = {who: self._said.get(who) or SaidLines(path) for who, path in names.items()}
-        return {who: lines.read() for who, lines in self._said.items()}
+    def _read_events(self) -> list[dict[str, Any]]:
+        def take(batch: list[dict[str, Any]]) -> None:
+            for event in (one for one in batch if {"time", "kind", "rank"} <= one.keys()):
+                self._events = add_event(self._events, event)[-_MOST_EVENTS:]
+
+        self._event_lines.follow(self._events.clear, take)
+        return list(self._events)
 
     def _update_ranks(self) -> dict[int, RankLog]:
         files = list_rank_files(self.folder)

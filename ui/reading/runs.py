@@ -43,7 +43,7 @@ class Runs:
         """
         folder = find_run(self._root, name)
         if not is_run(folder):
-            raise ConfigError(f"there is no run {name!r} in {self._root}: choose one of the table of runs")
+            raise ConfigError(f"there is no run {name!r}", where=self._root, fix="choose one of the table of runs")
         with self._lock:
             reader = self._readers.pop(name, None) or RunReader(folder)
             self._readers[name] = reader

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .jsonl_tail import JsonLines
 from .series import to_finite
-from .tails import JsonLines
 
 _MOST_SAMPLES = 5000
 

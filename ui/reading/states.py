@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 from lorashard.runs.checkpoints import find_newest
 from lorashard.runs.lock import Owner, find_owner
 
-from .launches import PROCESS_NAME, Launch, read_launch
+from .jsonl_tail import read_end, read_json
+from .process_file import PROCESS_NAME, Launch, read_launch
+from .sanitize import show_safely
 from .series import to_finite, to_whole
-from .tails import read_end, read_json
-from .taming import show_safely
 
 STATUS_NAME = "status.json"
 EXIT_NAME = "exit.json"
@@ -41,6 +42,7 @@ class State:
         phase: what status.json says, `queue` to `save`; that in which it ended or was last heard of.
         error: why it failed, was stopped or is taken for dead.
         status: status.json.
+        failure: what status.json says of that end (`runtime.failures.Failure.to_json`); empty where it does not.
         update_s: when it was last heard of; None: never.
     """
 
@@ -48,6 +50,7 @@ class State:
     phase: str
     error: str | None
     status: dict[str, Any]
+    failure: Mapping[str, Any]
     owner: Owner | None
     begin_s: float | None
     update_s: float | None
@@ -71,8 +74,9 @@ def find_state(folder: Path, now_s: float | None = None) -> State:
     name, error = _judge(folder, status, phase, owner, launch, now_s)
     if name in LIVE_STATES and name != "stopping" and phase in ("", *_ENDS):
         phase = "start"
+    failure = status.get("failure") if error is not None and error == status.get("error") else None
     error = error and show_safely(error)
-    return State(name, phase, error, status, owner, begin_s, update_s)
+    return State(name, phase, error, status, failure or {}, owner, begin_s, update_s)
 
 
 def _judge(
@@ -143,11 +147,11 @@ def find_last_word(log: Path) -> str | None:
 
 
 def explain_resume(folder: Path) -> str:
-    """Say from where the run of a folder can be gone on with."""
+    """Say from where the run of a folder can be resumed."""
     newest = find_newest(folder)
     if newest is None:
         return "there is no complete checkpoint, so it begins anew when it is resumed"
-    return f"resume goes on from {newest.name}"
+    return f"resume resumes from {newest.name}"
 
 
 def _explain_death(folder: Path, status: dict[str, Any], phase: str, said_s: float, cause: str) -> str:

@@ -11,10 +11,10 @@ import yaml
 
 from lorashard.runs.lock import find_owner
 
-from .paces import estimate_rest, find_steps
+from .eta import estimate_rest, find_steps
+from .jsonl_tail import read_last_rows
 from .series import to_number, to_whole
 from .states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, LIVE_STATES, STATUS_NAME, find_state
-from .tails import read_last_rows
 
 ADAPTER_NAME = "adapter_model.safetensors"
 _RUN_FILES = (STATUS_NAME, "metrics.jsonl", "config.yaml", ASKED_NAME)

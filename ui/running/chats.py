@@ -53,12 +53,15 @@ class Chats:
                 if list(there.device_words) == list(device_words):
                     return there
                 raise ConfigError(
-                    f"{name} is loaded with {' '.join(there.device_words) or 'all GPUs'}: unload it first"
+                    f"{name} is loaded with {' '.join(there.device_words) or 'all GPUs'}", fix="unload it first"
                 )
             alive = [chat.name for chat in self._chats.values() if chat.is_alive]
             if len(alive) >= self._max_loaded:
                 raise ConfigError(
-                    f"{len(alive)} models are loaded ({', '.join(alive)}), and no more may be: unload one of them first"
+                    "too many models are loaded",
+                    expected=f"at most {self._max_loaded}",
+                    found=", ".join(alive),
+                    fix="unload one of them first",
                 )
             self._chats[name] = Chat(name, folder, device_words, self._idle_s)
             return self._chats[name]

@@ -22,14 +22,14 @@ from typing import Any, Literal
 from lorashard.errors import ConfigError
 from lorashard.launch.elastic import find_python_flags
 
-from ..reading.taming import show_safely
+from ..reading.sanitize import show_safely
 
 _WATCH_INTERVAL_S = 0.5
 _GRACE_S = 20.0
 _READ_S = 5.0
 _KEPT_LINES = 40
 _TOLD_LINES = 3
-_NO_TEMPLATE = "the tokenizer has no chat template: each message is a text to go on with, and none is remembered"
+_NO_TEMPLATE = "the tokenizer has no chat template: each message is a prompt to complete, without the earlier ones"
 _ERROR_MARK = "lorashard: error: "
 
 State = Literal["loading", "ready", "answering", "ended"]
@@ -131,7 +131,7 @@ class Chat:
             if state == "ended":
                 return self._end_reason or ""
             if state == "loading":
-                return self._lines[-1] if self._lines else "its process begins"
+                return self._lines[-1] if self._lines else "starting its process"
             if not self._has_chat_template:
                 return f"{self._placement}; {_NO_TEMPLATE}"
             return self._placement

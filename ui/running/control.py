@@ -1,4 +1,4 @@
-"""Runs started, stopped, saved, resumed and deleted. A run is a process of its own, which outlives the web UI."""
+"""Start, stop, save, resume and delete runs. A run is a process of its own, which outlives the web UI."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from filelock import FileLock, Timeout
 
 from lorashard.config.data_options import DATA_SUFFIXES
 from lorashard.config.run_config import RunConfig
-from lorashard.errors import CheckpointError, ConfigError
+from lorashard.errors import CheckpointError, ConfigError, UserError
 from lorashard.launch.elastic import find_python_flags
 from lorashard.runs.checkpoints import find_newest, read_manifest
 from lorashard.runs.lock import find_owner, lock_run
 from lorashard.runs.root import find_run
 from lorashard.training.resume_request import check_wanted
 
-from ..reading.launches import PROCESS_NAME, read_launch
-from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME
+from ..reading.jsonl_tail import read_json
+from ..reading.process_file import PROCESS_NAME, read_launch
+from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME, find_last_word
 from ..reading.summaries import is_run
-from ..reading.tails import read_json
 from . import detached
 from .jobs import Jobs
 
@@ -64,30 +64,29 @@ def start_run(root: Path, name: str, config_yaml: str) -> None:
             file.write(config_yaml)
     except FileExistsError:
         raise ConfigError(
-            f"there is something called {name} already: choose another name, or delete it first"
+            f"there is already something called {name}", fix="choose another name, or delete it first"
         ) from None
     except OSError as error:
-        raise ConfigError(f"the run {name} cannot be written to {root}: {error.strerror}") from error
+        raise ConfigError(f"the run {name} cannot be written: {error.strerror}", where=root) from error
     try:
         _read_config(folder, asked)
         _launch(folder, asked)
         _hear_refusal(folder)
     except ConfigError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise ConfigError(str(error).replace(f"{folder}{os.sep}", "")) from None
+        _shorten_paths(error, folder)
+        raise
 
 
 def resume_run(root: Path, name: str) -> None:
-    """Go on with a run from its newest complete checkpoint, or from the beginning where it has none.
+    """Resume a run from its newest complete checkpoint, or from the beginning if it has none.
 
     Raises:
-        ConfigError: it cannot be resumed; as `explain_no_resume` says it, or the launcher within a second.
+        UserError: it cannot be resumed, as far as its folder tells or the launcher reports within a second.
     """
     folder = find_run(root, name)
-    with _alone(root):  # of two tabs one starts it, and the other is told that it is starting
-        reason = explain_no_resume(root, name)
-        if reason is not None:
-            raise ConfigError(reason)
+    with _alone(root):  # of two tabs one starts it, and the other gets an error
+        _check_resumable(root, name)
         for left in (EXIT_NAME, STOP_NAME):
             (folder / left).unlink(missing_ok=True)
         config = _find_config(folder)
@@ -97,30 +96,16 @@ def resume_run(root: Path, name: str) -> None:
 
 
 def explain_no_resume(root: Path, name: str) -> str | None:
-    """Say why a run cannot be resumed; None where it can, as far as can be told without starting it."""
+    """Return why a run cannot be resumed; None if it can, as far as is known without starting it."""
     try:
-        folder = find_run(root, name)
-        _check_is_run(folder)
-        _check_is_over(folder)
-        if read_json(folder / "status.json").get("phase") == "done":
-            return "the run has come to its end: to train longer, clone it with more steps"
-        path = _find_config(folder)
-        if path is None:
-            return f"the run {name} has neither {ASKED_NAME} nor config.yaml, so what it was asked is not known"
-        config = _read_config(folder, path, *_RESUME_WORDS)
-        _check_places(config)
-        newest = find_newest(folder)
-        if newest is None:
-            check_wanted(config)
-        elif not read_manifest(newest).facts.get("is_resumable", True):
-            return f"{newest.name} holds the adapter alone (save_only_model), so no run can go on from it"
-    except (ConfigError, CheckpointError) as error:
+        _check_resumable(root, name)
+    except UserError as error:
         return str(error)
     return None
 
 
 def stop_run(root: Path, name: str, now: bool = False, patience_s: float = _PATIENCE_S) -> None:
-    """Have a run save a checkpoint and end; or end all of its ranks at once. Asking twice is asking once.
+    """Have a run save a checkpoint and end, or end all of its ranks at once. Asking twice is harmless.
 
     Args:
         patience_s: a launcher that has not ended at once so long after is killed, and the kernel ends its ranks.
@@ -143,26 +128,26 @@ def stop_run(root: Path, name: str, now: bool = False, patience_s: float = _PATI
 
 
 def save_run(root: Path, name: str) -> None:
-    """Have a run save a checkpoint at the end of its step, and go on.
+    """Have a run save a checkpoint at the end of its step, and continue.
 
     Raises:
-        ConfigError: it does not train, or not on this machine, or was started by something that cannot pass this on.
+        ConfigError: it is not training, not on this machine, or its launcher cannot forward the request.
     """
     folder = find_run(root, name)
     process, is_owner = _find_process(folder, name)
     phase = str(read_json(folder / "status.json").get("phase", ""))
     if not is_owner or phase in _NOT_TRAINING:
-        raise ConfigError(f"the run {name} has not begun to train (phase {phase or 'start'}): there is nothing to save")
+        raise ConfigError(f"the run {name} has nothing to save yet", found=f"phase {phase or 'start'}")
     if not _catches(process.pid, signal.SIGUSR2):
-        raise ConfigError(f"the run {name} cannot save on request: it was started by another version or launcher")
+        raise ConfigError(f"the run {name} cannot save on request: another version or launcher started it")
     _send(process, signal.SIGUSR2, name)
 
 
 def delete_run(root: Path, name: str) -> None:
-    """Delete a run's folder, whole.
+    """Delete a run's folder.
 
     Raises:
-        ConfigError: it lives, a job works with it, or it is no run.
+        ConfigError: it is alive, a job uses it, or it is not a run.
     """
     folder = find_run(root, name)
     with _alone(root):
@@ -170,7 +155,7 @@ def delete_run(root: Path, name: str) -> None:
         _check_is_over(folder)
         busy = [job for job in Jobs(root).list() if job.run_name == name and job.state == "running"]
         if busy:
-            raise ConfigError(f"the run {name} is needed by a job that is running ({busy[0].kind}): cancel it, or wait")
+            raise ConfigError(f"a job uses the run {name}", found=busy[0].kind, fix="cancel the job, or wait for it")
         for left in root.glob(f"{_DELETED_PREFIX}*"):  # of a server that was killed
             shutil.rmtree(left, ignore_errors=True)
         going = root / f"{_DELETED_PREFIX}{secrets.token_hex(4)}"
@@ -179,21 +164,47 @@ def delete_run(root: Path, name: str) -> None:
                 os.rename(folder, going)
             shutil.rmtree(going)
         except OSError as error:
-            raise ConfigError(f"the run {name} cannot be deleted: {error.strerror} ({error.filename})") from error
+            raise ConfigError(f"the run {name} cannot be deleted: {error.strerror}", where=error.filename) from error
+
+
+def _check_resumable(root: Path, name: str) -> None:
+    folder = find_run(root, name)
+    _check_is_run(folder)
+    _check_is_over(folder)
+    if read_json(folder / "status.json").get("phase") == "done":
+        raise ConfigError("the run is complete", fix="clone it with more steps to train longer")
+    path = _find_config(folder)
+    if path is None:
+        raise ConfigError(f"the run {name} has no configuration", expected=f"{ASKED_NAME} or config.yaml")
+    config = _read_config(folder, path, *_RESUME_WORDS)
+    _check_places(config)
+    newest = find_newest(folder)
+    if newest is None:
+        check_wanted(config)
+    elif not read_manifest(newest).facts.get("is_resumable", True):
+        raise CheckpointError("no run can be resumed from an adapter alone (save_only_model)", where=newest.name)
+
+
+def _shorten_paths(error: ConfigError, folder: Path) -> None:
+    """Leave out of an error's fields the folder of a run that was not started."""
+    for name in ("problem", "found", "where", "fix"):
+        value = getattr(error, name)
+        if value is not None:
+            setattr(error, name, str(value).replace(f"{folder}{os.sep}", ""))
 
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Have the body to oneself among all tabs and servers of a folder of runs."""
+    """Hold the lock that all servers of a folder of runs share."""
     lock = FileLock(root / _STARTING_NAME, timeout=_ALONE_S)
     try:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"others have been starting or deleting runs in {root} for {_ALONE_S:g} s: try again"
+            f"other servers have been starting or deleting runs for {_ALONE_S:g} s", where=root, fix="try again"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{root} cannot be written to: {error.strerror}") from error
+        raise ConfigError(f"cannot be written: {error.strerror}", where=root) from error
     try:
         yield
     finally:
@@ -201,7 +212,7 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _find_config(folder: Path) -> Path | None:
-    """Return what the run was asked: by a person through the web UI, else as it was resolved."""
+    """Return the configuration to resume with: as given in the web UI, else as resolved."""
     return next((folder / name for name in (ASKED_NAME, "config.yaml") if (folder / name).is_file()), None)
 
 
@@ -222,21 +233,23 @@ def _check_is_over(folder: Path) -> None:
     """
     owner = find_owner(folder)
     if owner is not None:
-        raise ConfigError(f"the run {folder.name} is alive ({owner}): stop it first")
+        raise ConfigError(f"the run {folder.name} is alive", found=owner, fix="stop it first")
     launch = read_launch(folder / PROCESS_NAME, folder / EXIT_NAME)
     if launch.process is not None:
         pid = launch.process.pid
-        raise ConfigError(f"the run {folder.name} is starting (process {pid}): wait a moment, or stop it first")
+        raise ConfigError(
+            f"the run {folder.name} is starting", found=f"process {pid}", fix="wait a moment, or stop it first"
+        )
     if not launch.is_over:
-        raise ConfigError(f"the run {folder.name} is ending: wait a moment")
+        raise ConfigError(f"the run {folder.name} is ending", fix="wait a moment")
 
 
 def _check_places(config: RunConfig) -> None:
-    """Refuse a run whose base or data were a folder or a file that is gone."""
+    """Refuse a run whose base or data no longer exist."""
     places = {name: getattr(config, name) for name in ("model_name_or_path", "dataset", "eval_dataset")}
     for name, place in places.items():
         if place and _is_path(place) and not Path(place).expanduser().exists():
-            raise ConfigError(f"{name}: {place} is not there any more (seen from {Path.cwd()})")
+            raise ConfigError(f"{place} no longer exists (seen from {Path.cwd()})", option=name)
 
 
 def _is_path(place: str) -> bool:
@@ -266,7 +279,7 @@ def _launch(folder: Path, config: Path, *words: str) -> None:
 
 
 def _hear_refusal(folder: Path) -> None:
-    """Look for a second whether a run that was started is refused.
+    """Wait a second for a run that was started to be refused.
 
     Raises:
         ConfigError: it is, in the launcher's own words.
@@ -276,13 +289,11 @@ def _hear_refusal(folder: Path) -> None:
     while time.monotonic() < deadline_s and not exit_file.exists():
         time.sleep(_LOOK_INTERVAL_S)
     if read_json(exit_file).get("exit_code") == _USER_ERROR:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line for line in lines if line.startswith("lorashard: error: ")]
-        raise ConfigError(said[-1].removeprefix("lorashard: error: ") if said else f"the run is refused: see {log}")
+        raise ConfigError(find_last_word(log) or f"the run is refused: see {log}")
 
 
 def _find_process(folder: Path, name: str) -> tuple[psutil.Process, bool]:
-    """Return a run's launcher, which is certainly that: and whether it owns the folder yet.
+    """Return the process of a run's launcher, and whether it owns the folder yet.
 
     Raises:
         ConfigError: there is none on this machine.
@@ -294,21 +305,23 @@ def _find_process(folder: Path, name: str) -> tuple[psutil.Process, bool]:
             return psutil.Process(owner.pid), True
     if owner is not None:
         raise ConfigError(
-            f"the run {name} is owned by {owner}, and no signal goes from here to there: end it on its own machine"
+            f"the run {name} cannot be signaled from this machine",
+            found=f"owner {owner}",
+            fix="stop it on its own machine",
         )
     process = read_launch(folder / PROCESS_NAME, folder / EXIT_NAME).process
     if process is None:
-        raise ConfigError(f"the run {name} does not run")
+        raise ConfigError(f"the run {name} is not running")
     return process, False
 
 
 def _send(process: psutil.Process, number: signal.Signals, name: str) -> None:
     try:
-        process.send_signal(number)  # not to another that has been given its number
+        process.send_signal(number)  # psutil refuses a reused PID
     except psutil.NoSuchProcess:
         raise ConfigError(f"the run {name} has just ended") from None
     except psutil.AccessDenied:
-        raise ConfigError(f"the run {name} belongs to another user, who alone can end it") from None
+        raise ConfigError(f"the run {name} belongs to another user") from None
 
 
 def _kill_later(process: psutil.Process, patience_s: float) -> None:

@@ -26,18 +26,23 @@ _OTHERS_VARIABLES = (
     "LORASHARD_RESULT_FILE",
     "LORASHARD_RESTARTS",
     "LORASHARD_TERMINAL_FD",
+    "LORASHARD_PROGRESS_FILE",
 )
+PROGRESS_FILE_VARIABLE = "LORASHARD_PROGRESS_FILE"  # of lorashard.runtime.progress, which needs tqdm
 _COULD_NOT_START = 127  # a shell's
 START_S = 30.0  # a start may take so long
 
 
-def start(command: Sequence[str], log: Path, exit_file: Path, process_file: Path) -> None:
+def start(
+    command: Sequence[str], log: Path, exit_file: Path, process_file: Path, progress_file: Path | None = None
+) -> None:
     """Start a command, and return when it runs or could not be started.
 
     Args:
-        log: gets its output, after what is there.
-        exit_file: gets `exit_code`, 128 + n for one that signal n has ended, and `time`, when it has ended.
-        process_file: gets its `pid`, its `begin_s`, and the `waiter_pid` of who waits for its end.
+        log: its output is appended here.
+        exit_file: gets `exit_code`, 128 + n if signal n ended it, and `time`, when it has ended.
+        process_file: gets its `pid`, its `begin_s`, and the `waiter_pid` of the process that waits for its end.
+        progress_file: where a command of lorashard writes its progress.
 
     Raises:
         OSError, subprocess.SubprocessError: no process could be started at all.
@@ -45,7 +50,7 @@ def start(command: Sequence[str], log: Path, exit_file: Path, process_file: Path
     words = [sys.executable, "-P", __file__, str(log), str(exit_file), str(process_file), *command]
     subprocess.run(
         words,
-        env=build_environment(os.environ),
+        env=build_environment(os.environ) | ({PROGRESS_FILE_VARIABLE: str(progress_file)} if progress_file else {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""Merges, verifications and uploads: processes of their own, which outlive the web UI, and what became of them.
+"""Jobs: merges, verifications and uploads, as processes of their own that outlive the web UI.
 
-A job is a folder in `<root>/.jobs`: `job.json` (what), `output.log`, `process.json` (who), `exit.json` (how it ended),
-and `canceled` where a person has asked for its end.
+A job is a folder in `<root>/.jobs`: `job.json` (the command), `output.log`, `process.json`, `progress.json`,
+`exit.json` (how it ended), and `canceled` if somebody has canceled it.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ import psutil
 
 from lorashard.errors import ConfigError
 
-from ..reading.launches import read_launch
-from ..reading.tails import read_end, read_json
-from ..reading.taming import show_safely
+from ..reading.jsonl_tail import read_end, read_json
+from ..reading.process_file import read_launch
+from ..reading.sanitize import show_safely
+from ..reading.series import to_finite
 from . import detached
 from .packing import list_adapter_files
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _FACTS_NAME, _LOG_NAME, _PROCESS_NAME, _EXIT_NAME = "job.json", "output.log", "process.json", "exit.json"
-_CANCELLED_NAME = "canceled"
+_PROGRESS_NAME = "progress.json"
+_CANCELED_NAME = "canceled"
 _MOST_ENDED = 100
 _TAIL_BYTES = 16384
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _PATIENCE_S = 10.0  # before the next of them
-# What commands print of how far they are: "3 of 24 units merged", and the bars of huggingface_hub.
-_COUNT = re.compile(r"\b(\d[\d,]*) of (\d[\d,]*)\b")
-_PERCENT = re.compile(r"\b(\d{1,3})(?:\.\d+)?%")
+_BAR = re.compile(r"\b(\d{1,3})%\|")  # a tqdm bar, as `hf upload` prints it
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command in the background, and what became of it.
+    """A command in the background, and how it ended.
 
     Attributes:
-        state: running, done, failed, canceled, or lost: it has ended, and nobody knows how.
-        exit_code: 128 + n where signal n ended it; None while it runs, and of one that is lost.
-        progress: from 0 to 1, where it tells.
-        last_line: the last that it has said, fit to be shown.
+        state: running, done, failed, canceled, or lost: it has ended, and its exit code is unknown.
+        exit_code: 128 + n if signal n ended it; None while it runs, and if it is lost.
+        progress: from 0 to 1; None if unknown.
+        last_line: the last line of its output, without secrets.
     """
 
     id: str
@@ -71,7 +71,7 @@ class Jobs:
 
     Args:
         root: the folder of the runs.
-        most_ended: how many that have ended are kept; older ones go when another begins.
+        most_ended: how many ended jobs are kept; older ones are deleted when another starts.
     """
 
     def __init__(self, root: Path, most_ended: int = _MOST_ENDED) -> None:
@@ -83,7 +83,7 @@ class Jobs:
 
         Args:
             kind: such as merge.
-            run_name: whose adapter it is about.
+            run_name: the run whose adapter it uses.
             words: the whole command line.
 
         Raises:
@@ -95,7 +95,8 @@ class Jobs:
         try:
             folder.mkdir(parents=True)
             (folder / _FACTS_NAME).write_text(json.dumps(facts), encoding="utf-8")
-            detached.start(words, folder / _LOG_NAME, folder / _EXIT_NAME, folder / _PROCESS_NAME)
+            files = (folder / name for name in (_LOG_NAME, _EXIT_NAME, _PROCESS_NAME, _PROGRESS_NAME))
+            detached.start(words, *files)
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the {kind} cannot be started: {error}") from error
         ended = [job.id for job in self.list() if job.state != "running"]
@@ -124,21 +125,21 @@ class Jobs:
         return job
 
     def cancel(self, job_id: str, patience_s: float = _PATIENCE_S) -> None:
-        """End a job and all that it has started: it is asked first, so that it can clear up, and killed later.
+        """End a job and all its child processes: first by signals, so that it can clean up, then by killing them.
 
         Args:
-            patience_s: how long it has to end after SIGINT, and then after SIGTERM, before it is killed.
+            patience_s: how long to wait after SIGINT, and again after SIGTERM, before it is killed.
 
         Raises:
-            ConfigError: there is none with this id, or it does not run.
+            ConfigError: there is none with this id, or it is not running.
         """
         job = self.get(job_id)
         folder = self._folder / job_id
         process = read_launch(folder / _PROCESS_NAME, folder / _EXIT_NAME).process
         if job.state != "running" or process is None:
             state = "ending" if job.state == "running" else job.state
-            raise ConfigError(f"the {job.kind} of {job.run_name} does not run any more: it is {state}")
-        (folder / _CANCELLED_NAME).touch()
+            raise ConfigError(f"the {job.kind} of {job.run_name} is no longer running", found=state)
+        (folder / _CANCELED_NAME).touch()
         group = _find_group(process)
         _signal(process, group, signal.SIGINT)
         threading.Thread(target=_end, args=(process, group, patience_s), daemon=True).start()
@@ -185,7 +186,7 @@ def _read_job(folder: Path) -> Job | None:
     if not ended and not is_running:
         ended = read_json(folder / _EXIT_NAME)  # it may have ended between the two
     exit_code = ended.get("exit_code")
-    is_canceled = (folder / _CANCELLED_NAME).exists()
+    is_canceled = (folder / _CANCELED_NAME).exists()
     if is_running:
         state = "running"
     elif exit_code == 0:
@@ -205,33 +206,30 @@ def _read_job(folder: Path) -> Job | None:
         exit_code=exit_code,
         begin_s=facts["begin_s"],
         end_s=ended.get("time"),
-        progress=1.0 if state == "done" else _find_progress(lines),
+        progress=1.0 if state == "done" else _find_progress(folder / _PROGRESS_NAME, lines),
         last_line=lines[-1] if lines else "",
         log_path=log,
     )
 
 
 def _read_tail(log: Path) -> list[str]:
-    """Return the last lines of a log that say something, as a terminal would show them."""
+    """Return the last lines of a log that are not blank, as a terminal would show them."""
     text = read_end(log, _TAIL_BYTES).decode("utf-8", "replace")
     return [line.strip() for line in show_safely(text).splitlines() if line.strip()]
 
 
-def _find_progress(lines: Sequence[str]) -> float | None:
-    for line in reversed(lines):
-        counts = _COUNT.findall(line)
-        if counts:
-            done, total = (int(number.replace(",", "")) for number in counts[-1])
-            if total > 0:
-                return min(1.0, done / total)
-        percent = _PERCENT.findall(line)
-        if percent:
-            return min(1.0, int(percent[-1]) / 100)
-    return None
+def _find_progress(file: Path, lines: Sequence[str]) -> float | None:
+    """Return how far a command of lorashard or an upload is, from 0 to 1; None if unknown."""
+    written = read_json(file)
+    done, total = to_finite(written.get("done")), to_finite(written.get("total"))
+    if done is not None and total:
+        return min(1.0, done / total)
+    bars = [found[-1] for line in lines if (found := _BAR.findall(line))]
+    return min(1.0, int(bars[-1]) / 100) if bars else None
 
 
 def _find_group(process: psutil.Process) -> list[psutil.Process]:
-    """Return all that a process has started, whatever session it is in."""
+    """Return all child processes, whatever session they are in."""
     try:
         return process.children(recursive=True)
     except psutil.Error:
@@ -239,19 +237,19 @@ def _find_group(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _signal(process: psutil.Process, group: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to the job's first process, which passes it on; the last one to all."""
+    """Send a signal to the job's first process, which forwards it; SIGKILL to all of them."""
     for one in (process, *group) if number == signal.SIGKILL else (process,):
         with suppress(psutil.Error):
             one.send_signal(number)
 
 
 def _end(process: psutil.Process, group: list[psutil.Process], patience_s: float) -> None:
-    """See to it that a job that was asked to end does, with all that it has started."""
-    for number in _STOPS:
+    """Wait for a canceled job to end, with stronger signals in turn, and kill what is left of it."""
+    for number in _SIGNALS:
         if number != signal.SIGINT:
             group = [*group, *(child for child in _find_group(process) if child not in group)]
             _signal(process, group, number)
         psutil.wait_procs([process], timeout=patience_s)
         if not process.is_running():
             break
-    _signal(process, group, signal.SIGKILL)  # what the first has left behind
+    _signal(process, group, signal.SIGKILL)  # children that outlived the first process

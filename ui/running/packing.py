@@ -11,7 +11,7 @@ from lorashard.errors import ConfigError
 from lorashard.runs.checkpoints import find_newest, list_checkpoints
 from lorashard.runs.root import find_run
 
-_NO_ADAPTER = "has saved no adapter yet: wait for its first checkpoint, or save it now"
+_WAIT = "wait for its first checkpoint, or save one now"
 _NEEDED = ("adapter_config.json", "adapter_model.safetensors")
 _MORE = (
     "README.md",
@@ -41,12 +41,12 @@ def find_adapter_run(root: Path, name: str | None) -> Path:
         ConfigError: there is none of that name, or it has no adapter.
     """
     if not name:
-        raise ConfigError("no run: choose one")
+        raise ConfigError("no run is chosen", fix="choose one")
     folder = find_run(root, name)
     if not folder.is_dir():
         raise ConfigError(f"there is no run {name!r}")
     if not has_adapter(folder):
-        raise ConfigError(f"{name} {_NO_ADAPTER}")
+        raise ConfigError(f"{name} has no adapter yet", fix=_WAIT)
     return folder
 
 
@@ -60,7 +60,7 @@ def list_adapter_files(run_folder: Path) -> list[Path]:
     if not _is_whole(run_folder):
         folder = find_newest(run_folder)
     if folder is None or not _is_whole(folder):
-        raise ConfigError(f"{run_folder.name} {_NO_ADAPTER}")
+        raise ConfigError(f"{run_folder.name} has no adapter yet", fix=_WAIT)
     return [folder / name for name in (*_NEEDED, *_MORE) if _is_plain(folder / name)]
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 from lorashard.errors import ConfigError
 from lorashard.launch.elastic import find_python_flags
 
-from . import answering
+from . import worker_main
 
 _IDLE_S = 90.0
 _IDLE_SLACK_S = 15.0  # the process waits this much longer than the server, so that no question meets its end
@@ -48,7 +48,7 @@ class Worker:
         self, idle_s: float = _IDLE_S, timeout_s: float = _TIMEOUT_S, command: Sequence[str] | None = None
     ) -> None:
         command = command or [
-            sys.executable, *find_python_flags(), "-m", answering.__name__, str(idle_s + _IDLE_SLACK_S),
+            sys.executable, *find_python_flags(), "-m", worker_main.__name__, str(idle_s + _IDLE_SLACK_S),
         ]  # fmt: skip
         # A check of large data takes minutes, and must not keep the plan waiting.
         self._quick = _Process(command, idle_s)

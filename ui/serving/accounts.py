@@ -34,23 +34,24 @@ class Accounts:
         """
         path = Path(auth).expanduser()
         if ":" in auth and not path.is_file():
-            return cls(dict([_split(auth, "auth")]))
+            return cls(dict([_split(auth, None)]))
         try:
             mode = path.stat().st_mode
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                "auth: expected user:password, or a text file with such a line for each user; the file cannot be read "
-                f"({getattr(error, 'strerror', None) or 'it is no text'})"
+                f"the file cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})",
+                option="auth",
+                expected="user:password, or a text file with such a line for each user",
             ) from error
         if mode & 0o077:
-            raise ConfigError(f"auth: others can read {auth}, which holds passwords: chmod 600 {auth}")
+            raise ConfigError(f"other users can read the passwords in {auth}", option="auth", fix=f"chmod 600 {auth}")
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
         pairs = [_split(line, f"{auth}, line {number}") for number, line in lines if line and line[0] != "#"]
         if not pairs:
-            raise ConfigError(f"auth: expected a line user:password for each user, found none in {auth}")
+            raise ConfigError(option="auth", expected="a line user:password for each user", found="none", where=auth)
         if len(dict(pairs)) < len(pairs):
-            raise ConfigError(f"auth: a user has two lines in {auth}; keep one")
+            raise ConfigError("a user has two lines", option="auth", where=auth, fix="keep one")
         return cls(dict(pairs))
 
     def open_session(self, user: str, password: str) -> str | None:
@@ -79,8 +80,8 @@ class Accounts:
         return hashlib.sha256(self._salt + os.fsencode(password)).digest()
 
 
-def _split(pair: str, where: str) -> tuple[str, str]:
+def _split(pair: str, where: str | None) -> tuple[str, str]:
     user, colon, password = pair.partition(":")
     if not (user.strip() and colon and password):
-        raise ConfigError(f"{where}: expected user:password, with neither of them empty")
+        raise ConfigError(option="auth", where=where, expected="user:password, neither of them empty")
     return user.strip(), password

@@ -38,9 +38,10 @@ class UiOptions(CommandWords):
     def _check_host(self) -> Self:
         if self.auth is None and not is_loopback(self.host):
             raise ConfigError(
-                f"host {self.host} lets others of the network in, who could start programs here: give --auth FILE with "
-                "a line user:password (the password and all else travel readable, since there is no TLS here), or keep "
-                f"to 127.0.0.1 and come through `ssh -L {self.port}:127.0.0.1:{self.port} THIS_MACHINE`"
+                f"{self.host} lets others on the network start programs here",
+                option="host",
+                fix="give --auth FILE with a line user:password (passwords and pages are sent unencrypted: there is no "
+                f"TLS), or keep 127.0.0.1 and use `ssh -L {self.port}:127.0.0.1:{self.port} THIS_MACHINE`",
             )
         return self
 

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from lorashard.errors import ConfigError
 from lorashard.runtime.importing import quick_imports
 
-from ..desk import Desk
+from ..app_context import AppContext
 from .accounts import Accounts
 from .guard import Guard
 from .options import UiOptions, is_loopback
@@ -51,8 +51,8 @@ def serve(options: UiOptions) -> int:
         with quick_imports():
             from ..app import build_asgi  # Gradio reads some variables when it is imported
 
-        desk = stack.enter_context(closing(Desk.open(root, folders, options.trust_remote_code)))
-        app, pages = build_asgi(desk, options.max_upload_size)
+        context = stack.enter_context(closing(AppContext.open(root, folders, options.trust_remote_code)))
+        app, pages = build_asgi(context, options.max_upload_size)
         config = uvicorn.Config(
             Guard(app, accounts, pages, port),
             log_level="error",
@@ -60,7 +60,7 @@ def serve(options: UiOptions) -> int:
             server_header=False,
             timeout_graceful_shutdown=1,  # pages hold a connection open as long as they are shown
         )
-        _Server(config, lambda: _welcome(url, root, options), desk.close).run(sockets=[listener])
+        _Server(config, lambda: _welcome(url, root, options), context.close).run(sockets=[listener])
     return 0
 
 
@@ -133,13 +133,15 @@ def _make_root(root: Path) -> Path:
         with tempfile.TemporaryFile(dir=root):
             return root.resolve()
     except OSError as error:
-        raise ConfigError(f"root: {root} cannot be written ({error.strerror}); give another folder") from error
+        raise ConfigError(
+            f"{root} cannot be written ({error.strerror})", option="root", fix="use another folder"
+        ) from error
 
 
 def _find_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"allow: expected a folder, and {name} is none")
+        raise ConfigError(option="allow", expected="a folder", found=name)
     return folder.resolve()
 
 
@@ -149,7 +151,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host: {host} is no address of this machine ({error.strerror})") from error
+        raise ConfigError(f"{host} is not an address of this machine ({error.strerror})", option="host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -157,6 +159,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"port: {host}:{port} cannot be listened on ({error.strerror}); give another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port} ({error.strerror})",
+            option="port",
+            fix="use another port, or 0 for a free one",
         ) from error
     return listener

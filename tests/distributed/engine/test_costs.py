@@ -35,7 +35,7 @@ import lorashard
 from lorashard.config.placement import ResolvedPlacement
 from lorashard.config.quantization_options import Quantization
 from lorashard.engine import FrozenWeight
-from lorashard.model.layer_major import split_layers
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.activations import Activations
 from lorashard.planning.costs import Row, Workload, compute_row

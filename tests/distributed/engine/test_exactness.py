@@ -57,7 +57,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import lorashard
 from lorashard.engine import FrozenWeight
-from lorashard.model.layer_major import split_layers
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
 CPU_BUDGET_S = 130  # the whole array: some 85 models, plain and on one to four ranks

@@ -84,8 +84,7 @@ def compare(rank: int, families: list[Family], cases: list[Case], expected: dict
     for family in families:
         for case in cases:
             model = lorashard.shard(build_plain(family, case.dtype), **case.placement)
-            reference = expected[family.name, case.dtype]
-            found = find_differences(train_twice(model, family), reference)
+            found = find_differences(train_twice(model, family), expected[family.name, case.dtype])
             wrong += [f"{family.name} {case}: {name}" for name in found]
     return wrong
 
@@ -107,17 +106,15 @@ def test_experts_on_resident_units_train_as_in_plain_peft(names):
         assert run_ranks(compare, num_ranks, families, cases, expected) == [[]] * num_ranks
 
 
-def compare_mapped(
-    rank: int, folder: str, family: Family, lora: LoraConfig, expected: dict[str, torch.Tensor]
-) -> list[str]:
-    model = lorashard.load(folder, lora, placement="file", dtype=FP32)
-    return find_differences(train_twice(fill(model), family), expected)
-
-
 def test_experts_in_mapped_files_train_as_in_plain_peft(tmp_path):
     """Mapped pages are resident units of another home."""
     (family,) = families_of(("Mixtral",))
     base = auto_class(make_config(family)).from_pretrained(save_family(family, tmp_path), dtype=FP32)
     lora = make_lora(base, family)
     expected = train_twice(fill(get_peft_model(base, copy.deepcopy(lora))), family)
-    assert run_ranks(compare_mapped, 2, str(tmp_path), family, lora, expected) == [[], []]
+
+    def compare_mapped(rank: int) -> list[str]:
+        model = lorashard.load(str(tmp_path), lora, placement="file", dtype=FP32)
+        return find_differences(train_twice(fill(model), family), expected)
+
+    assert run_ranks(compare_mapped, 2) == [[], []]

@@ -19,8 +19,8 @@ from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 import lorashard
 from lorashard.api import engine_of
 from lorashard.errors import ConfigError
+from lorashard.weights.computed_tensors import QuantizedTensor
 from lorashard.weights.safetensors_files import Checkpoint
-from lorashard.weights.stored_tensors import PackedTensor
 
 # Whole blocks in each row: bitsandbytes' CPU kernel takes the wrong scales for others.
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
@@ -82,7 +82,7 @@ def use(rank: int, folder: Path, weights: Reference, logits: torch.Tensor, toler
     def refuse(*args: Any) -> None:
         raise AssertionError("a stored weight was dequantized while it was read")
 
-    Checkpoint.read_bytes, PackedTensor.make = count, refuse  # type: ignore[method-assign]
+    Checkpoint.read_bytes, QuantizedTensor.compute = count, refuse  # type: ignore[method-assign]
     torch.manual_seed(3)
     model = lorashard.load(str(folder), LoraConfig(**LORA), placement, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert not hasattr(model.config, "quantization_config")

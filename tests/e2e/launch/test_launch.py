@@ -49,7 +49,7 @@ def launch_ranks(command: list[str], folder: Path) -> int:
     """Be the launcher, as the command line is."""
     failure = run_ranks(command, 2, folder, grace_s=1)
     if failure:
-        failure.tell()
+        failure.report()
     return failure.exit_code if failure else 0
 
 

@@ -23,7 +23,7 @@ from lorashard.config.placement import PlacementOptions, resolve_placement
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.adapters import base_test
 from lorashard.model.homes import choose_resident
-from lorashard.model.loading import choose_auto_class
+from lorashard.model.skeleton import choose_auto_class
 from lorashard.model.stacks import find_decoder_stack, find_layers, name_units
 from lorashard.model.units import EMBEDDING, HEAD, LAYER, TOWER, WHOLE, Structure, find_structure
 
@@ -138,14 +138,14 @@ def test_an_encoder_is_another_tower():
 def test_layers_that_are_not_found_are_named():
     """A model that cannot be sharded although a person could tell where its layers are."""
     model = build_odd("attributes")
-    with pytest.raises(CheckpointError, match="OddForCausalLM.*unit_paths") as caught:
+    with pytest.raises(CheckpointError) as caught:
         find(model)
-    assert "\n" not in str(caught.value)
+    assert "OddForCausalLM" in caught.value.problem and "unit_paths" in caught.value.fix
     name_units(model, ["block_*"])
     structure = find(model)
     assert names_of(structure, LAYER) == [f"block_{i}" for i in range(NUM_BLOCKS)]
     assert weights_of(structure, HEAD) == ["norm.weight", "norm.bias", "head.weight"]
-    with pytest.raises(CheckpointError, match="OddForCausalLM .*one nn.ModuleList"):
+    with pytest.raises(CheckpointError, match="OddForCausalLM"):
         find_decoder_stack(model)
 
 
@@ -172,19 +172,20 @@ def test_units_may_be_parts_of_layers():
 
 
 @pytest.mark.parametrize(
-    ("unit_paths", "message"),
+    ("unit_paths", "names"),
     (
-        (["model.layer"], "'model.layer' .*LlamaForCausalLM; .*'model.layers'"),
-        (["model.*.mlp"], r"'model\.\*\.mlp' "),
-        (["model.layers", "model.layers.2.mlp"], "'model.layers.2.mlp' .*'model.layers.2'"),
-        (["model.rotary_emb"], "with weights, .*'model.rotary_emb'"),
-        ([], "found none"),
+        (["model.layer"], ["'model.layer'", "LlamaForCausalLM", "'model.layers'"]),
+        (["model.*.mlp"], ["'model.*.mlp'"]),
+        (["model.layers", "model.layers.2.mlp"], ["'model.layers.2.mlp'", "'model.layers.2'"]),
+        (["model.rotary_emb"], ["'model.rotary_emb'"]),
+        ([], ["none"]),
     ),
 )
-def test_wrong_unit_paths_are_explained(unit_paths, message):
-    """A misspelled path that leaves its weights to the embedding, in silence."""
-    with pytest.raises(ConfigError, match=f"^unit_paths: .*{message}"):
+def test_wrong_unit_paths_are_explained(unit_paths, names):
+    """A misspelled path that silently leaves its weights to the embedding."""
+    with pytest.raises(ConfigError) as caught:
         name_units(build_model(), unit_paths)
+    assert caught.value.option == "unit_paths" and all(name in str(caught.value) for name in names)
 
 
 def test_unit_paths_reach_the_resolved_placement():
@@ -195,5 +196,6 @@ def test_unit_paths_reach_the_resolved_placement():
 
 def test_a_model_of_another_kind_is_refused():
     """transformers' own message lists every config class that it knows."""
-    with pytest.raises(ConfigError, match="AutoModelForCausalLM.*AutoModelForImageTextToText.* 't5'"):
+    with pytest.raises(ConfigError) as caught:
         choose_auto_class(T5Config(), "CAUSAL_LM")
+    assert "AutoModelForImageTextToText" in caught.value.expected and "'t5'" in caught.value.found

@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, Mixtr
 from trl.trainer.utils import add_fused_lm_head
 
 from lorashard.errors import ConfigError
-from lorashard.model.layer_major import split_layers
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.trace import Microbatch, trace
 from lorashard.planning.tracker import Tracker

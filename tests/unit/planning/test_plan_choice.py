@@ -12,11 +12,12 @@ import torch
 from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
+from lorashard.model.units import EMBEDDING, HEAD, LAYER
 from lorashard.planning.activations import Activations, recompute_some
 from lorashard.planning.choose import Plan, make_plan, name_placement
 from lorashard.planning.costs import Workload, compute_row, count_adapter_bytes, gather_seconds
 from lorashard.planning.hardware import Cluster, Hardware
-from lorashard.planning.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
+from lorashard.planning.size import ModelSize, UnitSize
 from lorashard.planning.table import render_plan
 from lorashard.planning.tracker import Work
 

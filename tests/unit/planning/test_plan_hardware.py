@@ -82,7 +82,7 @@ MISTAKES = [
     (["--gpu_type", "RTX_4090"], "rtx4090?"),
     (["--gpu_memory", "plenty"], "24GiB"),
     (["--nodes", "0"], "nodes"),
-    (["--gpu_typ", "l4"], "'gpu_typ'"),
+    (["--gpu_typ", "l4"], "gpu_typ:"),
     ([], "model_name_or_path"),
 ]
 

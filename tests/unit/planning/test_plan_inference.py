@@ -11,10 +11,11 @@ from transformers import LlamaConfig
 from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
+from lorashard.model.units import EMBEDDING, HEAD, LAYER
 from lorashard.planning.auto import BaseModel
 from lorashard.planning.batches import count_row_bytes, plan_batches
 from lorashard.planning.inference import count_cache_bytes, place_for_inference, plan_inference
-from lorashard.planning.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
+from lorashard.planning.size import ModelSize, UnitSize
 
 LAYER_BYTES = 8 * 2**20
 VOCABULARY_BYTES = 4 * 2**20

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from lorashard.config.quantization_options import Quantization
+from lorashard.quantization.chunks import iterate_chunks
 from lorashard.quantization.format import Quantizer, make_quantizer
-from lorashard.quantization.fp8 import Fp8
-from lorashard.quantization.int8 import Int8
 from lorashard.quantization.nf4 import Nf4
 from lorashard.quantization.nf4_tables import NF4_CODE, Tables, make_dynamic_map
-from lorashard.quantization.pieces import cut_pieces
+from lorashard.quantization.rowwise import Fp8, Int8
 from lorashard.runtime.output import leave_out_notices
 
 CPU = torch.device("cpu")
@@ -258,7 +257,7 @@ def test_unpacking_takes_little_memory_and_reads_mapped_bytes(quantizer, tmp_pat
         quantizer.unpack(mapped, out)
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert torch.equal(out, expected)
-    pieces = list(cut_pieces(2048, 4096, CPU))
+    pieces = list(iterate_chunks(2048, 4096, CPU))
     assert len(pieces) == 32 and taken / len(pieces) < 4 * 2**20
 
 

@@ -22,6 +22,7 @@ from lorashard.planning.auto import plan_given
 from lorashard.planning.choose import PlanError, explained_planning
 from lorashard.planning.run_plan import describe_base, describe_training
 from lorashard.runs import checkpoints as manifest
+from lorashard.runs.events import read_events
 from lorashard.runs.folder import Run
 from lorashard.runtime import join as joining
 from lorashard.training import train
@@ -72,7 +73,9 @@ def test_a_new_run_keeps_nothing_of_another(tmp_path):
     (tmp_path / "checkpoint-best").mkdir()  # a person's own
     for rank in (1, 0):
         Run(tmp_path, rank, 2).begin("", resumed_step=None)
-    assert not list(tmp_path.rglob("*.jsonl")) and (tmp_path / "checkpoint-best").exists()
+    assert [event["kind"] for event in read_events(tmp_path)] == ["start"]
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["events.jsonl"]
+    assert (tmp_path / "checkpoint-best").exists()
 
 
 def test_the_adapter_of_a_run_is_that_of_its_newest_complete_checkpoint(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from lorashard.errors import ConfigError, RunStopped
+from lorashard.runs.events import EventLog
 from lorashard.runs.folder import Run
 from lorashard.runs.status import Status, told_status
-from lorashard.runtime.disk import PatientFiles
+from lorashard.runtime.failures import Failure
 from lorashard.training.callbacks import RunCallback
 from lorashard.training.meter import RankMeter
 
@@ -30,7 +31,7 @@ def test_progress_is_written_once_a_second_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     written: list[str] = []
     files = SimpleNamespace(replace=lambda path, text: written.append(text))
-    status = Status(tmp_path, {}, files)
+    status = Status(tmp_path, {}, SimpleNamespace(files=files))
     status.enter("tokenize")
     for done in range(30):
         status.advance(done, 30, "rows")
@@ -52,7 +53,7 @@ def test_a_slow_disk_is_written_to_less_often(tmp_path, monkeypatch):
         written.append(now_s[0])
         now_s[0] += write_s
 
-    status = Status(tmp_path, {}, SimpleNamespace(replace=replace))
+    status = Status(tmp_path, {}, SimpleNamespace(files=SimpleNamespace(replace=replace)))
     status.enter("train")
     for step in range(80):
         status.advance(step, 80, "steps")
@@ -71,7 +72,7 @@ def test_an_end_tells_the_last_step_though_it_was_not_its_turn_to_be_written(tmp
     assert read(tmp_path)["step"] == 0
     for status, phase, error in ((run.status, "stopped", "SIGTERM"), (launcher, "failed", "boom")):
         launcher.hear_ranks()
-        status.end(phase, error)
+        status.end(phase, Failure(1, error, "crash"))
         said = read(tmp_path)
         assert (said["step"], said["max_steps"], said["phase"], said["error"]) == (9, 20, phase, error)
 
@@ -83,11 +84,13 @@ def test_ranks_go_on_with_what_the_launcher_has_said(tmp_path):
     assert read(tmp_path)["queue"]["place"] == 1
     launcher.enter("start", world_size=2)
     Run(tmp_path, 0, 2).status.add(has_begun=True)
-    launcher.record_restart("rank 1 died")
+    launcher.record_restart(Failure(1, "it died", "killed", rank=1), 1, 2)
     rank = Run(tmp_path, 0, 2).status
     rank.enter("tokenize")
     status = read(tmp_path)
-    assert status["restarts"] == ["rank 1 died"] and status["has_begun"] and status["world_size"] == 2
+    [restart] = status["restarts"]
+    assert (restart["number"], restart["max_restarts"], restart["failure"]["rank"]) == (1, 2, 1)
+    assert status["has_begun"] and status["world_size"] == 2
     assert "queue" not in status and status["begin_s"] <= status["phase_begin_s"] <= status["time"]
     assert Status.begin(tmp_path) and read(tmp_path).keys().isdisjoint({"restarts", "has_begun", "world_size"})
 
@@ -114,9 +117,10 @@ def test_what_ends_a_run_before_its_ranks_is_told(tmp_path, error, phase, words)
 def test_what_a_rank_says_of_its_end_stays(tmp_path):
     """The step at which a rank saved, overwritten by the process around it, which knows less."""
     with pytest.raises(RunStopped), told_status(tmp_path):
-        Status.carry_on(tmp_path, PatientFiles(print)).end("stopped", "saved at step 3")
+        saved = Failure.of_error(RunStopped(signal="SIGTERM", step=3, checkpoint="checkpoint-3"))
+        Status.carry_on(tmp_path, EventLog(tmp_path, 0, print)).end("stopped", saved)
         raise RunStopped("stopped")
-    assert read(tmp_path)["error"] == "saved at step 3"
+    assert read(tmp_path)["failure"]["fields"]["step"] == 3
 
 
 def test_the_heartbeat_is_told_the_step_that_is_being_done(tmp_path):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from lorashard.runs.folder import Run
 from lorashard.runtime.disk import PatientFiles, find_fault
+from lorashard.runtime.failures import Failure
 
 
 @contextmanager
@@ -37,18 +38,19 @@ def read_lines(path: Path) -> list[str]:
 
 def test_lines_wait_for_room_and_come_in_order(tmp_path):
     """A line lost, doubled, out of order or torn by the outage; a person told of it never, or at every line."""
-    told: list[str] = []
-    files = PatientFiles(told.append)
+    told: list[tuple[str, dict]] = []
+    files = PatientFiles(lambda kind, **fields: told.append((kind, fields)))
     path = tmp_path / "metrics.jsonl"
     files.append(path, "0" * 30)
     with limited_files(100):
         for number in range(1, 6):
             files.append(path, str(number) * 30)
             assert len(read_lines(path)) == min(number + 1, 3)
-        assert len(told) == 1 and str(path) in told[0] and "File too large" in told[0] and "free in" in told[0]
+        [(kind, fields)] = told
+        assert (kind, fields["path"]) == ("disk_refused", str(path)) and "File too large" in fields["reason"]
     files.append(path, "6" * 30)
     assert read_lines(path) == [str(number) * 30 for number in range(7)]
-    assert len(told) == 2 and "4 lines that waited" in told[1]
+    assert told[1:] == [("disk_accepted", {"num_lines": 4, "num_lost": 0})]
     with limited_files(100):
         files.append(path, "7" * 30)
     assert len(told) == 3, "the second outage was not told"
@@ -56,8 +58,8 @@ def test_lines_wait_for_room_and_come_in_order(tmp_path):
 
 def test_a_file_is_replaced_or_left_as_it_was(tmp_path):
     """Half a status.json, which nobody can read; one that stays old when there is room; a partial file left there."""
-    told: list[str] = []
-    files = PatientFiles(told.append)
+    told: list[tuple[str, dict]] = []
+    files = PatientFiles(lambda kind, **fields: told.append((kind, fields)))
     path = tmp_path / "status.json"
     files.replace(path, "old")
     with limited_files(50):
@@ -70,21 +72,21 @@ def test_a_file_is_replaced_or_left_as_it_was(tmp_path):
 
 def test_memory_for_lines_that_wait_is_bounded(tmp_path):
     """A disk that is full for weeks fills the memory too; lines that are dropped without a word."""
-    told: list[str] = []
-    files = PatientFiles(told.append, most_lines=3)
+    told: list[tuple[str, dict]] = []
+    files = PatientFiles(lambda kind, **fields: told.append((kind, fields)), most_lines=3)
     with limited_files(0):
         for number in range(5):
             files.append(tmp_path / "lines", str(number))
     files.flush()
-    assert read_lines(tmp_path / "lines") == ["2", "3", "4"] and "2 older ones" in told[-1]
+    assert read_lines(tmp_path / "lines") == ["2", "3", "4"] and told[-1][1]["num_lost"] == 2
 
 
-def test_half_a_line_that_a_kill_left_is_mended(tmp_path):
+def test_half_a_line_that_a_kill_left_is_removed(tmp_path):
     """A new line glued to half an old one: two are lost, and readers fail."""
     path = tmp_path / "lines"
     for there, expected in ((b"whole\nhal", ["whole", "new"]), (b"hal", ["new"]), (b"x" * 99_999, ["new"])):
         path.write_bytes(there)
-        PatientFiles(print).append(path, "new")
+        PatientFiles(lambda kind, **fields: None).append(path, "new")
         assert read_lines(path) == expected
 
 
@@ -93,7 +95,7 @@ def test_an_end_that_cannot_be_written_is_said(tmp_path, capsys):
     status = Run(tmp_path, 0, 1).status
     status.enter("train", step=7)
     with limited_files(10):
-        status.end("failed", "boom")
+        status.end("failed", Failure(1, "boom", "crash"))
     said = capsys.readouterr().err
     assert "status.json" in said and "File too large" in said
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "train"

@@ -37,15 +37,15 @@ LOST = RuntimeError("Connection closed by peer")
 BAD = ValueError("bad\nbatch")
 BLAMES = {
     # The rank that was left alone, within the same second.
-    "a lost connection": ({0: (1, LOST, 100.6), 1: (1, BAD, 100.4)}, 1, "error: rank 1 failed: ValueError: bad ("),
+    "a lost connection": ({0: (1, LOST, 100.6), 1: (1, BAD, 100.4)}, 1, "rank 1 failed: ValueError: bad ("),
     # An out-of-memory kill that is reported as the other rank's network error.
-    "a kill": ({0: (1, LOST, 100.1), 1: (-9, None, 101)}, 1, "error: rank 1 was killed by SIGKILL"),
+    "a kill": ({0: (1, LOST, 100.1), 1: (-9, None, 101)}, 1, "rank 1 was killed by SIGKILL"),
     # The rank that hung after another had failed, and had to be killed.
-    "the launcher's own kill": ({1: (1, BAD, 100.4), 0: (-9, None, 130)}, 1, "error: rank 1 failed: ValueError: bad ("),
+    "the launcher's own kill": ({1: (1, BAD, 100.4), 0: (-9, None, 130)}, 1, "rank 1 failed: ValueError: bad ("),
     # A mistake found by all ranks that is reported as a crash of one.
-    "a mistake": ({0: (2, MISTAKE, 100), 1: (2, MISTAKE, 101)}, 2, "error: no such file"),
+    "a mistake": ({0: (2, MISTAKE, 100), 1: (2, MISTAKE, 101)}, 2, "no such file"),
     # The launcher's own SIGTERM taken for the cause, when all ranks find a mistake at once.
-    "an end on the way out": ({1: (2, MISTAKE, 100.2), 0: (-15, MISTAKE, 100.1)}, 2, "error: no such file"),
+    "an end on the way out": ({1: (2, MISTAKE, 100.2), 0: (-15, MISTAKE, 100.1)}, 2, "no such file"),
 }
 
 
@@ -80,7 +80,7 @@ def test_notes_are_written_as_torch_reads_them(tmp_path: Path, monkeypatch: pyte
     record_failure(ValueError("bad batch"), exit_code=1, is_plain=False)
     crash = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
 
-    assert explain_failures({0: failure}, tmp_path).message == f"error: {MISTAKE}"
+    assert explain_failures({0: failure}, tmp_path).message == str(MISTAKE)
     assert "ValueError: bad batch" in explain_failures({0: crash}, tmp_path).message
     assert json.loads(path.read_text())["message"]["extraInfo"]["time_s"] > 0
 
@@ -88,8 +88,10 @@ def test_notes_are_written_as_torch_reads_them(tmp_path: Path, monkeypatch: pyte
 def test_only_what_may_not_happen_again_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a mistake or a stop that the ranks are started again for, and a crash that they are not."""
 
-    def note(error: BaseException, exit_code: int, is_plain: bool = True, is_hang: bool = False) -> SimpleNamespace:
-        record_failure(error, exit_code, is_plain, is_hang)
+    def note(
+        error: BaseException, exit_code: int, is_plain: bool = True, silent_rank: int | None = None
+    ) -> SimpleNamespace:
+        record_failure(error, exit_code, is_plain, silent_rank)
         failure = make_failure(exit_code)
         failure.error_file_data = json.loads((tmp_path / "error.json").read_text())
         return failure
@@ -100,7 +102,7 @@ def test_only_what_may_not_happen_again_is_a_crash(tmp_path: Path, monkeypatch: 
         "killed": make_failure(-9),
         "unexplained": make_failure(3),
         "raised": note(ValueError("boom"), 1, is_plain=False),
-        "hung": note(ValueError("rank 1 is silent"), 1, is_hang=True),
+        "hung": note(ValueError("rank 1 is silent"), 1, silent_rank=1),
         "mistaken": note(ConfigError("bad rows"), 2),
         "not a number": note(TrainingError("a loss is NaN"), 1),
         "stopped": note(RunStopped("saved"), 75),

@@ -155,8 +155,11 @@ def be_rank(rank: int, num_ranks: int, port: int, folder: Path, body: Callable[[
     }
     log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stderr = os.fdopen(log, "w")
-    tell = (folder / f"told_{rank}").write_text
-    with Heartbeat(read_launcher_env(), TIMEOUT_S, tell, read_place) as heartbeat:
+
+    def report(reason: str, silent_rank: int) -> None:
+        (folder / f"told_{rank}").write_text(reason)
+
+    with Heartbeat(read_launcher_env(), TIMEOUT_S, report, read_place) as heartbeat:
         wait_until(lambda: len(heartbeat.describe_ranks().splitlines()) == num_ranks)
         wait_until(lambda: "not there yet" not in heartbeat.describe_ranks())
         (folder / f"began_{rank}").touch()
@@ -232,7 +235,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(group: Group) -> None:
         assert details["user_error"].startswith(f"rank 1 (host {socket.gethostname()}, pid {group.ranks[1].pid}) has")
         assert "process is stopped" in details["user_error"]
         assert "'train' of step 7, at " in details["user_error"]
-        assert (details["exit_code"], details["is_hang"]) == (1, True)
+        assert (details["exit_code"], details["silent_rank"]) == (1, 1)
     assert len(failures) == 2
     assert len(list(group.folder.glob("told_*"))) == 1
     logs = "".join(file.read_text() for file in group.folder.glob("log_*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from lorashard.model import converted
 from lorashard.model.sources import MemorySource
 from lorashard.model.units import LAYER, FoundUnit, FoundWeight
 from lorashard.runtime import progress
-from lorashard.runtime.progress import ProgressLines, show_amount, told_progress, told_work
+from lorashard.runtime.progress import PROGRESS_FILE_VARIABLE, ProgressLines, show_amount, told_progress, told_work
 from lorashard.weights.fingerprint import BaseIdentity, hash_file
 
 
@@ -126,3 +127,19 @@ def test_hashing_tells_how_many_bytes_are_done(tmp_path: Path, monkeypatch):
     total = 2**20 + 4000
     assert len(told) > 4 and told[-1] == (total, total, "bytes hashed")
     assert [done for done, *_ in told] == sorted(done for done, *_ in told)
+
+
+def test_progress_is_written_for_the_program_that_asked(tmp_path, monkeypatch):
+    """Catches a web UI that has to read sentences, a rank that writes though it is silent, and a full disk that stops
+    the work."""
+    file = tmp_path / "progress.json"
+    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(file))
+    with told_progress("merging", is_shown=False) as progress:
+        progress(1, 12, "units")
+    assert not file.exists()
+    with told_progress("merging") as progress:
+        progress(3, 12, "units")
+    assert json.loads(file.read_text()) == {"what": "merging", "done": 3, "total": 12, "unit": "units"}
+    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(tmp_path / "gone" / "progress.json"))
+    with told_progress("merging") as progress:
+        progress(4, 12, "units")

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers import Trainer, TrainingArguments
 import lorashard.training.trainer
 from lorashard.errors import RunStopped
 from lorashard.runs.checkpoints import list_checkpoints, publish, read_manifest
+from lorashard.runs.events import describe_event
 from lorashard.training.nonfinite import NonfiniteRule
-from lorashard.training.trainer import Survival, SurvivingTrainer, make_surviving
+from lorashard.training.trainer import CheckpointingTrainer, RunHooks, make_checkpointing
 
 
 class Line(torch.nn.Module):
@@ -29,18 +31,22 @@ class Line(torch.nn.Module):
 
 def make_trainer(
     out: Path, told: list[str], asked: str | None = None, saves: Sequence[bool] = (), **options
-) -> SurvivingTrainer:
+) -> CheckpointingTrainer:
     """Return a trainer of four rows, which is asked for a checkpoint in the steps of which `saves` says so."""
     saves = list(saves)
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)} for _ in range(4)]
-    rule = NonfiniteRule(False, lambda rows, num_rows: list(map(str, rows)), told.append, lambda line: None)
+    rule = NonfiniteRule(False, lambda rows, num_rows: list(map(str, rows)), told.append, lambda kind, **fields: None)
     arguments = TrainingArguments(
         str(out), use_cpu=True, per_device_train_batch_size=1, report_to=[], disable_tqdm=True,
         logging_strategy="no", **{"save_strategy": "steps", "save_steps": 1} | options,
     )  # fmt: skip
+
+    def emit(kind: str, **fields: Any) -> None:
+        told.extend(filter(None, [describe_event(kind, fields)]))
+
     stop = SimpleNamespace(signal_name=asked, take_save=lambda: saves.pop(0) if saves else False)
-    return make_surviving(Trainer)(
-        survival=Survival(stop, {}, rule, None, None, told.append, lambda phase, step: None),
+    return make_checkpointing(Trainer)(
+        hooks=RunHooks(stop, {}, rule, None, None, told.append, emit, lambda phase, step: None),
         model=Line(),
         args=arguments,
         train_dataset=rows,

@@ -1,6 +1,8 @@
 """Alerts: what is wrong, of which rank, and what to do; and nothing where all is well."""
 
+import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -8,10 +10,15 @@ import time
 
 import psutil
 import pytest
+import torch
 from helpers.ui_runs import make_rank_lines, make_run, make_steps, owned, write_lines
 from helpers.waiting import wait_until
 
+from lorashard.errors import TrainingError
 from lorashard.runs.checkpoints import place_partial, publish
+from lorashard.runs.events import EventLog
+from lorashard.runs.status import Status
+from lorashard.runtime.failures import Failure
 from lorashard_ui.reading.runs import Runs
 
 NOW = time.time()
@@ -34,6 +41,11 @@ def make_live(tmp_path, name="one", age_s=1.0, **options):
     return folder
 
 
+def fail(folder, failure):
+    """Have the run end as its launcher ends it."""
+    Status.carry_on(folder, EventLog(folder, None, print)).end("failed", failure)
+
+
 def test_a_healthy_run_has_no_alerts(tmp_path):
     """One that always shows something is soon not looked at any more."""
     folder = make_live(tmp_path)
@@ -45,8 +57,8 @@ def test_a_healthy_run_has_no_alerts(tmp_path):
 
 def test_a_lost_rank_is_named_with_the_way_back(tmp_path):
     """`The run failed` sends the person through eight logs."""
-    error = "error: rank 1 was killed by SIGKILL: out of memory? The kernel's log (dmesg) tells (log: logs/rank_1.log)"
-    folder = make_run(tmp_path, phase="failed", error=error)
+    folder = make_run(tmp_path)
+    fail(folder, Failure(1, "rank 1 was killed by SIGKILL", "killed", rank=1))
     place_partial(folder / "checkpoint-5").mkdir()
     publish(folder / "checkpoint-5", {})
     (alert,) = find(tmp_path)
@@ -58,24 +70,24 @@ def test_a_lost_rank_is_named_with_the_way_back(tmp_path):
 @pytest.mark.parametrize(
     "error, advice",
     [
-        ("OSError: No space left on device", "Free some room"),
-        ("OutOfMemoryError: CUDA out of memory", "per_device_train_batch_size"),
-        ("the loss of rank 0 is not finite at step 3 over row 5", "Look at"),
-        ("ValueError: boom", "the launcher's log"),
+        (OSError(errno.ENOSPC, "x"), "Free some room"),
+        (torch.OutOfMemoryError("x"), "per_device_train_batch_size"),
+        (TrainingError("x"), "Look at"),
+        (ValueError("x"), "the launcher's log"),
     ],
 )
 def test_a_failure_is_told_with_what_to_do(tmp_path, error, advice):
     """The same advice for a full disk and for data that cannot be learned from sends the person to the wrong place."""
-    make_run(tmp_path, phase="failed", error=error)
+    fail(make_run(tmp_path), Failure.of_error(error))
     assert advice in find(tmp_path)[0].sentence
 
 
 def test_a_checkpoint_that_was_passed_over_is_told(tmp_path):
     """A resume goes back hundreds of steps, and nobody knows why."""
     folder = make_run(tmp_path)
-    (folder / "logs/rank_0.log").write_text("lorashard: checkpoint-7 is skipped: trainer_state.json is missing\n")
+    EventLog(folder, 0, print).emit("checkpoint_skipped", step=7, checkpoint="checkpoint-7", problem="it is damaged")
     (alert,) = find(tmp_path)
-    assert alert.kind == "checkpoint" and "checkpoint-7 is skipped" in alert.sentence
+    assert (alert.kind, alert.step) == ("checkpoint", 7) and "checkpoint-7" in alert.sentence
 
 
 def test_a_run_that_was_stopped_is_no_error(tmp_path):
@@ -93,14 +105,16 @@ def test_a_dead_run_is_an_error(tmp_path):
     assert (alert.kind, alert.severity) == ("dead", "error")
 
 
+def note(folder, rank, **fields):
+    """Have a rank record values of step 7."""
+    EventLog(folder, rank, print).emit("nonfinite", step=7, is_skipped=True, **fields)
+
+
 def test_nan_is_told_with_the_rank_and_its_rows(tmp_path):
     """Every rank notes its own losses, those that are fine too: the wrong one is blamed."""
     folder = make_run(tmp_path)
-    note = {"step": 7, "grad_norm": "nan"}
-    fine = note | {"nonfinite": {"losses": ["1.5"], "rows": [["row 4"]]}}
-    bad = note | {"nonfinite": {"losses": ["2.0", "nan"], "rows": [["row 5"], ["row 6", "row 7"]]}}
-    write_lines(folder / "ranks/rank_0.jsonl", [fine])
-    write_lines(folder / "ranks/rank_1.jsonl", [bad])
+    note(folder, 0, losses=["1.5"], rows=[["row 4"]], grad_norm=math.nan)
+    note(folder, 1, losses=["2.0", "nan"], rows=[["row 5"], ["row 6", "row 7"]], grad_norm=math.nan)
     write_lines(folder / "metrics.jsonl", [{"step": 11, "time": NOW, "loss": 1.0, "skipped_steps": 1}])
     first, second = find(tmp_path)
     assert (first.kind, first.severity, first.rank, first.step) == ("nan", "error", 1, 7)
@@ -112,8 +126,7 @@ def test_an_infinite_norm_over_finite_losses_blames_no_rank(tmp_path):
     """The norm is the same on all ranks."""
     folder = make_run(tmp_path)
     for rank in range(2):
-        note = {"step": 7, "grad_norm": "inf", "nonfinite": {"losses": ["1.5"], "rows": [["row 4"]]}}
-        write_lines(folder / f"ranks/rank_{rank}.jsonl", [note])
+        note(folder, rank, losses=["1.5"], rows=[["row 4"]], grad_norm=math.inf)
     (alert,) = find(tmp_path)
     assert alert.rank is None and "inf at step 7" in alert.sentence
 
@@ -130,10 +143,13 @@ def test_nan_in_the_metrics_alone_is_told_once(tmp_path):
 
 def test_restarts_are_told_with_their_reasons(tmp_path):
     """A run that starts again each hour looks well at any moment."""
-    reasons = ["1 of 3: rank 2 was killed by SIGSEGV", "2 of 3: rank 0 failed: boom"]
-    make_run(tmp_path, restarts=reasons)
+    folder = make_run(tmp_path)
+    status = Status.carry_on(folder, EventLog(folder, None, print))
+    status.record_restart(Failure(1, "SIGSEGV", "killed", rank=2), 1, 3)
+    status.record_restart(Failure(1, "boom", "crash", rank=0), 2, 3)
+    status.end("done")
     assert [(alert.kind, alert.rank) for alert in find(tmp_path)] == [("restart", 2), ("restart", 0)]
-    assert reasons[0] in find(tmp_path)[0].sentence
+    assert all(word in find(tmp_path)[0].sentence for word in ("1 of 3", "SIGSEGV", "rank 2"))
 
 
 def test_a_stall_is_told_with_the_rank_that_is_behind(tmp_path):
@@ -203,14 +219,28 @@ def test_a_disk_without_room_for_two_checkpoints_is_told(tmp_path, monkeypatch):
 def test_a_disk_that_refuses_is_told_until_it_takes_again(tmp_path):
     """The run says so in a log that nobody reads; or the alert stays when all is well again."""
     folder = make_run(tmp_path)
-    log = folder / "logs/rank_1.log"
-    refusal = "/x/rank_1.jsonl cannot be written (No space left on device, 0.0 MiB free in /x): the run goes on"
-    with log.open("a") as file:
-        file.write(f" 40%|####      | 4/10\rlorashard: {refusal}\n")
+    events = EventLog(folder, 1, print)
+    events.emit("disk_refused", path="/x/rank_1.jsonl", reason="No space left on device")
     (alert,) = find(tmp_path)
-    assert (alert.kind, alert.rank) == ("disk", 1) and refusal in alert.sentence
-    with log.open("a") as file:
-        file.write("lorashard: the run's files can be written again: 3 lines that waited are there\n")
+    assert (alert.kind, alert.rank) == ("disk", 1) and "/x/rank_1.jsonl" in alert.sentence
+    events.emit("disk_accepted", num_lines=3, num_lost=0)
+    assert find(tmp_path) == []
+    events.emit("checkpoint_failed", step=4, checkpoint="checkpoint-4", problem="No space left on device")
+    (alert,) = find(tmp_path)
+    assert (alert.kind, alert.step) == ("disk", 4) and "checkpoint-4" in alert.sentence
+    events.emit("checkpoint_saved", step=8, checkpoint="checkpoint-8")
+    assert find(tmp_path) == []
+
+
+def test_an_earlier_run_in_the_folder_is_not_told_of(tmp_path):
+    """A new run, or one that was resumed before a step that was not finite, with the alerts of what it left behind."""
+    folder = make_run(tmp_path)
+    note(folder, 0, losses=["nan"], rows=[["row 4"]], grad_norm=math.nan)
+    events = EventLog(folder, 0, print)
+    assert [alert.kind for alert in find(tmp_path)] == ["nan"]
+    events.emit("start", begin_s=time.time(), resumed_step=9, world_size=2)
+    assert [alert.kind for alert in find(tmp_path)] == ["nan"]
+    events.emit("start", begin_s=time.time(), resumed_step=6, world_size=2)
     assert find(tmp_path) == []
 
 
@@ -257,6 +287,9 @@ def test_the_slow_rank_is_the_one_that_does_not_wait(tmp_path):
 
 def test_the_worst_comes_first_and_shows_no_token(tmp_path):
     """An error that is below ten notes is not seen; a token in it is seen by all."""
-    make_run(tmp_path, phase="failed", error="401 for hf_abcdefghijklmnop", restarts=["1 of 1: rank 0 failed"])
+    folder = make_run(tmp_path)
+    failure = Failure(1, "401 for hf_abcdefghijklmnop", "crash", rank=0)
+    Status.carry_on(folder, EventLog(folder, None, print)).record_restart(failure, 1, 1)
+    fail(folder, failure)
     first, second = find(tmp_path)
     assert (first.kind, second.kind) == ("failed", "restart") and "abcdef" not in first.sentence

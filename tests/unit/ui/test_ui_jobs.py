@@ -21,10 +21,13 @@ from lorashard_ui.running.jobs import Job, Jobs, merge_words, push_words, verify
 # Says how far it is, starts another in a session of its own, and waits.
 WORKER = """
 import subprocess, sys, time
+from lorashard.runtime.progress import told_progress
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 try:
     print(f"child {child.pid}", flush=True)
-    print("lorashard: 3 of 12 units merged", flush=True)
+    with told_progress("merging") as progress:
+        progress(3, 12, "units")
+    print("a quarter", flush=True)
     time.sleep(300)
 except KeyboardInterrupt:
     print("cleared up", flush=True)
@@ -103,29 +106,32 @@ def test_a_job_ends_as_its_command_does(jobs, root, list_children, monkeypatch):
     assert "cannot be started" in wait_for(jobs, nothing, "failed").last_line
 
 
-PROGRESS = {
-    "lorashard: 3 of 12 units merged\nlorashard: another line": 0.25,
-    "lorashard: loading: 1,500 of 6,000 rows": 0.25,  # not 500 of 6
-    "model.safetensors:  40%|####      | 4.0M/10M\rmodel.safetensors:  50%|#####     | 5.0M/10M": 0.5,
-    "lorashard: loading": None,
-    "\x1b[32m9 of 9\x1b[0m": 1.0,
-    "0 of 0 rows": None,
-}
-
-
-def test_progress_is_what_the_command_says(jobs):
-    """A bar that stands still, jumps, or goes beyond its end."""
-    job_id = jobs.start("merge", "first", run_python("import time; time.sleep(300)"))
-    assert jobs.get(job_id).state == "running"
-    for said, progress in PROGRESS.items():
-        jobs.get(job_id).log_path.write_text(said)
-        assert jobs.get(job_id).progress == progress, said
+@pytest.mark.parametrize(
+    ("written", "output", "progress"),
+    [
+        ('{"what": "merging", "done": 3, "total": 12, "unit": "units"}', "9 of 12 files checked", 0.25),
+        ('{"done": 15, "total": 12}', "", 1.0),
+        ('{"done": 3, "total": null}', "", None),
+        ('{"done": 0, "total": 0}', "", None),
+        ("{", "", None),
+        (None, "x: 40%|####      | 4.0M/10M\rx: 50%|#####     | 5.0M/10M", 0.5),
+        (None, "verified 99% of the tokens", None),
+    ],
+)
+def test_progress_is_what_the_command_writes(jobs, root, written, output, progress):
+    """A bar that stands still, jumps with each line of output, or goes beyond its end."""
+    write_job(root, "20261121-000000-00000000", 0)
+    folder = root / ".jobs/20261121-000000-00000000"
+    (folder / "output.log").write_text(output)
+    if written is not None:
+        (folder / "progress.json").write_text(written)
+    assert jobs.get(folder.name).progress == progress
 
 
 def test_a_canceled_job_ends_with_all_that_it_started(jobs):
     """Half a model on the disk, or ranks that go on computing it."""
     job_id = jobs.start("merge", "first", run_python(WORKER))
-    job = wait_for_line(jobs, job_id, "lorashard: 3 of 12 units merged")
+    job = wait_for_line(jobs, job_id, "a quarter")
     assert job.progress == 0.25
     child = find_child(job)
     jobs.cancel(job_id)
@@ -152,7 +158,7 @@ def test_a_job_that_does_not_hear_is_killed(jobs):
 def test_a_job_that_ended_without_a_word_is_lost(jobs):
     """A job that is shown as running for ever, because the machine went down with it."""
     job_id = jobs.start("merge", "first", run_python(WORKER))
-    pid = find_pid(wait_for_line(jobs, job_id, "lorashard: 3 of 12 units merged"))
+    pid = find_pid(wait_for_line(jobs, job_id, "a quarter"))
     psutil.Process(psutil.Process(pid).ppid()).kill()  # who waits for it
     assert jobs.get(job_id).state == "running"
     psutil.Process(pid).kill()

@@ -7,8 +7,7 @@ from helpers.ui_runs import make_run
 
 from lorashard.errors import ConfigError
 from lorashard_ui.reading.logs import list_logs, read_backwards, read_log
-from lorashard_ui.reading.said import SaidLines
-from lorashard_ui.reading.taming import show_safely, tame
+from lorashard_ui.reading.sanitize import show_safely, tame
 
 
 @pytest.fixture
@@ -139,18 +138,3 @@ def test_only_logs_of_the_run_are_read(folder, tmp_path):
     for rank in (1, -1, True, "0", "../../secret", None, 3):
         with pytest.raises(ConfigError):
             read_log(folder, rank)
-
-
-def test_what_lorashard_said_is_gathered_as_it_comes(folder):
-    """A warning behind a progress bar, or one that comes in two writes, is missed; or is told twice."""
-    log = folder / "logs/rank_0.log"
-    said = SaidLines(log)
-    write_log(folder, "noise\nlorashard: one\n 40%|##  | 4/10\rbar 5/10lorashard: two\nlorashard: th")
-    assert said.read() == ["one", "two"] == said.read()
-    with log.open("a") as file:
-        file.write("ree\n")
-    assert said.read() == ["one", "two", "three"]
-    log.unlink()
-    assert said.read() == []
-    write_log(folder, "lorashard: new\n")
-    assert said.read() == ["new"]

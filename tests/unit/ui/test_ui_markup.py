@@ -8,7 +8,7 @@ from lorashard_ui.drawing.markup import Markup, badge, join, link, note, table, 
 from lorashard_ui.pages import run_markup
 from lorashard_ui.pages.chat import draw_talk
 from lorashard_ui.pages.runs import choose_order, draw_runs, filter_runs, sort_runs
-from lorashard_ui.reading.paces import Progress
+from lorashard_ui.reading.eta import Progress
 from lorashard_ui.reading.samples import Sample
 from lorashard_ui.reading.summaries import Summary, find_quantization
 
@@ -95,7 +95,7 @@ def test_filter_takes_all_words_in_any_case():
     [
         ('{"word": "stop"}', make_summary(step=41), "this step"),
         ('{"word": "stop"}', make_summary(state="stopped", step=42), "Ended at step 42"),
-        ('{"word": "save", "saved": 40}', make_summary(step=42), "training goes on"),
+        ('{"word": "save", "saved": 40}', make_summary(step=42), "training continues"),
         ('{"word": "save", "saved": 40}', make_summary(state="done"), "ended before"),
         ('{"word": "stop", "error": "it is gone"}', make_summary(), "it is gone"),
         ("", make_summary(), ""),

@@ -10,7 +10,7 @@ import pytest
 from helpers.ui_runs import make_run, make_steps, owned, write_lines, write_status
 
 from lorashard.runs.checkpoints import place_partial, publish
-from lorashard_ui.reading.paces import describe_progress, estimate_rest, measure_pace, show_duration
+from lorashard_ui.reading.eta import describe_progress, estimate_rest, measure_pace, show_duration
 from lorashard_ui.reading.states import find_state
 
 

@@ -282,13 +282,13 @@ def test_quantized_checkpoints_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "quantization_config (gptq)" in plan_error(tmp_path)
+    assert "gptq" in plan_error(tmp_path)
 
 
 def test_a_skeleton_in_another_dtype_is_refused(tmp_path):
     """The loader follows the skeleton's dtypes: a float32 skeleton would silently double the memory."""
     save_model(tmp_path, "Llama", LLAMA)
-    with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16"):
+    with pytest.raises(ValueError, match="torch.bfloat16.*torch.float32"):
         BaseWeights.plan(build_skeleton(tmp_path, torch.float32), Checkpoint.open(tmp_path), torch.bfloat16)
 
 
@@ -384,7 +384,7 @@ def test_what_a_conversion_makes_must_not_be_stored_as_well(fused_llama):
     """Whether the fused tensor or the plain one counts is an accident of their names."""
     name = "model.layers.0.self_attn.k_proj.weight"
     rewrite(fused_llama, lambda t: t | {name: torch.ones(24, 32)})
-    assert f"give {name} twice" in plan_error(fused_llama, torch.float32)
+    assert f"{name} is stored twice" in plan_error(fused_llama, torch.float32)
 
 
 def test_what_a_conversion_makes_must_be_in_the_model(tmp_path, register_conversions):

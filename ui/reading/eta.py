@@ -1,4 +1,4 @@
-"""How long a run will go on: of its last steps' pace, or of what a phase has done so far."""
+"""How much longer a run takes, from its last steps or from what a phase has done so far."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import psutil
 
 from lorashard.runs.lock import Owner, find_process
 
+from .jsonl_tail import read_json
 from .series import to_finite
-from .tails import read_json
 
 PROCESS_NAME = ".launcher.json"  # in a run's folder
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from helpers.ui_runs import write_lines
 
-from lorashard_ui.reading.tails import JsonLines, read_last_rows
+from lorashard_ui.reading.jsonl_tail import JsonLines, read_last_rows
 
 
 @pytest.fixture

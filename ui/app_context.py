@@ -1,4 +1,4 @@
-"""What every page and every endpoint stands on: the folder of runs, and those who read, start and ask for it."""
+"""What every page and every endpoint uses: the folder of runs, and the objects that read, start and query them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .running.worker import Worker
 
 
 @dataclass(frozen=True)
-class Desk:
-    """The server's own things, shared by all browsers; each is safe to use from several threads."""
+class AppContext:
+    """The server's shared state, one for all browsers; each member is safe to use from several threads."""
 
     root: Path
     allowed: Allowed
@@ -26,8 +26,8 @@ class Desk:
     chats: Chats
 
     @classmethod
-    def open(cls, root: Path, allowed_folders: Sequence[Path] = (), trusts_code: bool = False) -> Desk:
-        """Make the desk of a folder of runs, which is made where it is not there.
+    def open(cls, root: Path, allowed_folders: Sequence[Path] = (), trusts_code: bool = False) -> AppContext:
+        """Open a folder of runs; create it if it does not exist.
 
         Args:
             allowed_folders: where files named in a browser may lie, beside `root`.
@@ -44,11 +44,11 @@ class Desk:
         Raises:
             ConfigError: as `control.start_run`.
         """
-        self.worker.close()  # what it holds of GPUs is the run's
+        self.worker.close()  # frees its GPU memory for the run
         control.start_run(self.root, name, config_yaml)
 
     def resume_run(self, name: str) -> None:
-        """Go on with a run.
+        """Resume a run.
 
         Raises:
             ConfigError: as `control.resume_run`.
@@ -67,6 +67,6 @@ class Desk:
             chat.unload("its run was deleted")
 
     def close(self) -> None:
-        """End what lives as long as the server: chats and the worker. Runs and jobs go on."""
+        """Stop the chats and the worker. Runs and jobs continue."""
         self.chats.close()
         self.worker.close()
