@@ -1,4 +1,4 @@
-"""The static order of visits: how far each lies ahead, and so which slot to fill next."""
+"""The static order of one forward: how far each visit of a unit lies ahead, and so which slot to fill next."""
 
 from __future__ import annotations
 
