@@ -94,10 +94,10 @@ class RunStopped(LorashardError):
         checkpoint: str | None = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(problem, fix=fix)
-        self.signal = signal
+        self.signal = signal  # before the base's __init__, which composes the sentence
         self.step = step
         self.checkpoint = checkpoint
+        super().__init__(problem, fix=fix)
 
     def __str__(self) -> str:
         if self.checkpoint is not None:

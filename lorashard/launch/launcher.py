@@ -238,7 +238,7 @@ def _writes_folder(config: RunConfig, launcher: Launcher) -> bool:
 
 
 def go_on(config: RunConfig) -> RunConfig:
-    """Return what a run that is started again does: it goes on with its own checkpoints, where it had come so far.
+    """Return what a run that is started again does: it continues with its own checkpoints, where it had come so far.
 
     What it was told to do with an earlier run's (resume elsewhere, overwrite) holds until it has begun to train, and a
     checkpoint from elsewhere until there is one of its own.
@@ -295,7 +295,7 @@ def check_output_dir(config: RunConfig) -> None:
 
 
 def prepare_logs_dir(config: RunConfig) -> Path:
-    """Make the folder of the ranks' logs; a run that is resumed goes on with its logs, another begins new ones.
+    """Make the folder of the ranks' logs; a run that is resumed continues with its logs, another begins new ones.
 
     Raises:
         ConfigError: The folder cannot be made.

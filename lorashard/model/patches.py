@@ -17,7 +17,8 @@ Note [Patches]
     | tuner: `inject_adapter`, `unload`; model: `add_adapter` | `added_adapters.py` | adapters may come and go |
     | base: `generate`, `init_continuous_batching` | `generating.py` | ranks stay together |
     | base: `_set_gradient_checkpointing` | `checkpointing.py` | only some layers are recomputed |
-    | model: `save_pretrained`, and in it PEFT's `safe_save_file` | `saving.py` | files say which base they belong to |
+    | model: `save_pretrained` | `saving.py` | files say which base they belong to |
+    | PEFT's module, while it saves: `safe_save_file` | `saving.py` | that is written with the file |
 
     A patched class is a subclass with the same name, so `isinstance`, `repr` and saving see no difference. torch looks
     up `__call__` on the class alone, and a subclass survives what replaces `forward` on the instance.

@@ -1,8 +1,8 @@
-"""Checkpoints that can be told to be whole: written beside their place, listed with sizes and hashes, then renamed.
+"""Checkpoints that can be verified: written beside their place, listed with sizes and hashes, then renamed.
 
 A run's folder holds `checkpoint-N`, each with a `manifest.json` that was written last. What is being written or deleted
-has a name that begins with a dot; what a resumed run goes on without, one that begins with `set-aside-`. Whatever kills
-the writer, a folder with a manifest whose files have the listed sizes and hashes is what was saved.
+has a name that begins with a dot; what a resumed run continues without has one that begins with `set-aside-`. Whatever
+kills the writer, a folder with a manifest whose files have the listed sizes and hashes is what was saved.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that its run goes on without, so that no later resume takes it; return its new place."""
+    """Rename a checkpoint that its run continues without, so that no later resume takes it; return its new place."""
     place = checkpoint.with_name(f"set-aside-{checkpoint.name}")
     number = 1
     while place.exists():

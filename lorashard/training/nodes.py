@@ -18,7 +18,7 @@ def check_nodes(folder: Path, arguments: TrainingArguments, data: str, checkpoin
     Args:
         folder: the run's, which exists.
         data: a name for what this rank trains on.
-        checkpoint: what this rank goes on from.
+        checkpoint: what this rank resumes from.
 
     Raises:
         ConfigError: ranks have other data or another checkpoint, or checkpoints would be lost to some nodes or written

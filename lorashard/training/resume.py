@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it can: what the two must have in common for the steps to go on.
+"""Which checkpoint a run resumes from, and whether it can: what the two must have in common for the steps to continue.
 
 A checkpoint is independent of the number of ranks and of the placement. What decides the rows of a step is not: the
 data, their order, and how many rows make a step.
@@ -22,7 +22,7 @@ from ..runs.checkpoints import MANIFEST_NAME, Manifest, list_checkpoints, read_m
 from ..runtime import dist
 from .resume_request import check_afresh
 
-# What the saved states of the optimizer and the schedule go on with, whatever the options say.
+# What the saved states of the optimizer and the schedule continue with, whatever the options say.
 _SCHEDULE = ("learning_rate", "max_steps", "num_train_epochs", "warmup_steps", "weight_decay")
 _NO_MANIFEST = "has no manifest, so nothing tells whether it is whole, nor whether this run has the same data and steps"
 
@@ -114,7 +114,7 @@ def _fills_steps(config: RunConfig, arguments: TrainingArguments) -> bool:
 def choose_checkpoint(
     config: RunConfig, is_writer: bool, emit: Callable[..., None], log: Callable[[str], None]
 ) -> Path | None:
-    """Return the checkpoint to go on from, whole on every node, or None to start afresh.
+    """Return the checkpoint to resume from, whole on every node, or None to start afresh.
 
     Args:
         is_writer: whether this rank is the one of its node that reads all of the files.
@@ -152,7 +152,7 @@ def choose_checkpoint(
 
 
 def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
-    """Return why a checkpoint cannot be gone on from on some node, or None.
+    """Return why a checkpoint cannot be resumed from on some node, or None.
 
     Ranks: collective over all ranks.
     """
@@ -160,7 +160,7 @@ def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
     if is_writer:
         try:
             if not Facts.read(verify(checkpoint)).is_resumable:
-                problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can go on from it"
+                problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can resume from it"
         except (CheckpointError, OSError) as error:
             problem = str(error)
     return next((problem for problem in dist.gather_objects(problem) if problem), None)
@@ -247,7 +247,7 @@ def _check_epoch_ends(
     facts: Facts,
     log: Callable[[str], None],
 ) -> None:
-    """Refuse to go on where the last step of an epoch that is to come would have other rows, unless that was asked."""
+    """Refuse to resume where the last step of a later epoch would have other examples, unless that was asked."""
     if saved.rows_per_epoch is None or facts.rows_per_epoch is None:
         return
     name = f"checkpoint-{manifest.step}"

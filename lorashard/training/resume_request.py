@@ -46,7 +46,7 @@ def read_progress(checkpoint: Path) -> int:
 def check_afresh(config: RunConfig) -> None:
     """Refuse to start afresh where nobody has asked for that, or where it would cost a finished adapter.
 
-    To be called where there is no complete checkpoint to go on from.
+    To be called where there is no complete checkpoint to resume from.
 
     Raises:
         ConfigError: the option is `true`, or the folder holds an adapter and is not to be overwritten.

@@ -191,10 +191,10 @@ def settle_dtype(
 ) -> RunConfig:
     """Return the configuration with what `dtype: auto` becomes; an explicit one is as it was asked for.
 
-    A run goes on in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
+    A run continues in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
 
     Args:
-        checkpoint: that the run goes on from.
+        checkpoint: that the run resumes from.
         explain: as for `choose_dtype`.
 
     Ranks: collective over all ranks.

@@ -1,4 +1,4 @@
-"""What a trainer reads from a checkpoint that it goes on from, looked at before: whole, and nothing that runs code."""
+"""What a trainer reads from a checkpoint that it resumes from, looked at before: whole, and nothing that runs code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PICKLES = ("*.pt", "*.pth")  # of the optimizer, the schedule, the loss scale a
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Refuse a checkpoint that cannot be gone on from, before there is anything to lose.
+    """Refuse a checkpoint that cannot be resumed from, before there is anything to lose.
 
     Raises:
         CheckpointError: a file is missing, damaged, or a pickle that would run code when it is loaded.

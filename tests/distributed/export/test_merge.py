@@ -352,7 +352,7 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path, monkeypatch, error):
 
 
 def merge_slowly(folder: Path, how: str, is_writing: Event, store: Path, rank: int) -> None:
-    """Merge, and stand still in the middle, or where no file may grow any more: in a process of its own."""
+    """Merge, and stop in the middle: in a process of its own."""
     PartialState._reset_state()
     if how == "rank":
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -475,7 +475,7 @@ def measure_merge(rank: int, small: Path, large: Path) -> int:
 
 @pytest.mark.slow
 def test_merging_holds_a_small_part_of_the_model(tmp_path):
-    """A merge that holds the model, a whole shard, or all that it has merged so far, cannot merge a larger one."""
+    """A merge that holds the model, a file of it, or all that it has merged so far, cannot merge a larger one."""
     save_base(tmp_path / "small" / "base", "llama")
     save_adapter(tmp_path / "small" / "adapter", tmp_path / "small" / "base")
     large = tmp_path / "large"

@@ -82,7 +82,7 @@ def test_saved_adapter_gives_plain_pefts_logits(tmp_path, kind):
     assert run_ranks(body, 2) == [[True] * len(PLACEMENTS[kind])] * 2
 
 
-def test_adapter_goes_on_where_it_stopped(tmp_path):
+def test_a_loaded_adapter_trains_on_from_its_values(tmp_path):
     """`is_trainable` must give the saved values gradients, not new ones."""
     _train_a_little(_save_base(tmp_path / "base"), tmp_path / "adapter")
 
@@ -256,7 +256,7 @@ def test_broken_adapter_is_an_error_of_one_line(tmp_path, fault):
 
 @pytest.mark.parametrize("name", ["/gone/base", "./models/gone", None])
 def test_base_that_is_not_there_leads_to_the_option(tmp_path, name):
-    """Catches a person told to check the spelling of a path that the adapter has, not they."""
+    """Catches an error about a path that the adapter's config holds and the person never gave."""
     _train_a_little(_save_base(tmp_path / "base"), tmp_path / "adapter")
     config_file = tmp_path / "adapter" / "adapter_config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": name}))

@@ -1,4 +1,4 @@
-"""An adapter of a quantized base, used and merged: the numbers of training, against bitsandbytes and plain PEFT."""
+"""An adapter of a quantized base, used and merged: the values of training, against bitsandbytes and plain PEFT."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def check_requantized(folder: Path, merged: dict[str, torch.Tensor], quantizatio
     assert find_differences(others, {name: merged[name] for name in others}) == []
 
 
-def test_the_dtype_of_training_decides_the_numbers(tmp_path):
+def test_the_dtype_of_training_decides_the_values(tmp_path):
     """An fp32 checkpoint that is quantized as it lies there, where training had quantized what it became in bf16."""
     quantization = FORMATS[0]
     build_base("llama", torch.float32, **SIZES).save_pretrained(tmp_path / "base")
@@ -186,7 +186,7 @@ def test_what_transformers_cannot_load_quantized_is_refused(tmp_path, base):
 
 
 def test_an_adapter_remembers_how_its_base_was_quantized(tmp_path, base, caplog):
-    """A base that is loaded in another form than the adapter was trained on, or gone on training on, without a word."""
+    """A base that is loaded, or trained on again, in another form than the adapter knows, without a warning."""
     double, plain = FORMATS[1], None
     adapter = save_trained(tmp_path / "adapter", base, double)
     for asked, expected in ((None, double), ("nf4", double), ("int8", Quantization("int8")), ("none", None)):
