@@ -14,14 +14,14 @@ from .app_context import AppContext
 from .drawing.theme import FAVICON, build_head, build_theme
 from .pages import chat, compare, export, new_run, run, runs
 
-# Of one event: two tabs, and the timers of both, do not wait for one another. What must not run twice locks itself.
+# Per event, so that two tabs and their timers do not wait for each other. What must not run twice takes a lock.
 _MAX_AT_ONCE = 8
-# Of all: questions to a model or a worker keep a thread each for minutes, and other pages' timers need some meanwhile.
+# In all: a question to a model or a worker may hold a thread for minutes, while other pages' timers need theirs.
 _MAX_THREADS = 200
 _MAX_SESSIONS = 1000
-# An idle queue looks so often whether somebody asks; Gradio's own 1 ms takes a tenth of a core while nobody does.
-_LOOK_S = 0.02
-_CLEAR_UPLOADS_S = (3600, 24 * 3600)  # look so often for what is so old; datasets are kept elsewhere
+# How often an idle queue polls; Gradio's 1 ms takes a tenth of a core while idle.
+_POLL_S = 0.02
+_CLEAR_UPLOADS_S = (3600, 24 * 3600)  # every hour, delete what is a day old; datasets are kept elsewhere
 
 
 def build_app(context: AppContext) -> gr.Blocks:
@@ -40,7 +40,7 @@ def build_app(context: AppContext) -> gr.Blocks:
             _build_page(build, context)
     app.max_threads = _MAX_THREADS
     app.queue(default_concurrency_limit=_MAX_AT_ONCE)
-    app._queue.sleep_when_free = _LOOK_S
+    app._queue.sleep_when_free = _POLL_S
     return app
 
 
@@ -50,7 +50,7 @@ def _build_page(build: Callable[[AppContext], None], context: AppContext) -> Non
 
 
 def build_asgi(context: AppContext, max_upload_size: str) -> tuple[FastAPI, frozenset[str]]:
-    """Return the app as a server takes it, and the addresses of its pages, such as `/new`.
+    """Return the ASGI app, and the paths of its pages, such as `/new`.
 
     Args:
         max_upload_size: bytes, or such as `2GB`.
@@ -64,7 +64,7 @@ def build_asgi(context: AppContext, max_upload_size: str) -> tuple[FastAPI, froz
         return Response(FAVICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor asked for
+        warnings.filterwarnings("ignore", message="SSR mode is not supported")  # and not requested
         gr.mount_gradio_app(
             parent,
             blocks,
@@ -80,8 +80,8 @@ def build_asgi(context: AppContext, max_upload_size: str) -> tuple[FastAPI, froz
             theme=build_theme(),
             head=build_head(),
         )
-    # Each tab would hold a connection open, of the six that a browser has for one server. The oldest sessions go first.
+    # Each tab would hold one of the six connections that a browser opens to a server. The oldest sessions are dropped.
     blocks.config["connect_heartbeat"] = False
-    # Only then does Gradio look whether a file that a browser names was uploaded.
+    # Only then does Gradio check that a file named by a browser was uploaded.
     blocks.has_launched = True
     return parent, frozenset(f"/{page}" for page, *_ in blocks.pages)

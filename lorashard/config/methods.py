@@ -1,4 +1,4 @@
-"""What `method` chooses: TRL's trainer with its options, and what differs from one to the next. Imports no library."""
+"""The training methods: TRL's trainer of each, and what differs from one to the next. Imports no library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Supervised fine-tuning alone is tokenized here, before the ranks form a group; these options say how.
+# Only sft is tokenized here, before the ranks form a group; these options say how.
 _SFT_DATA = frozenset(
     {
         "dataset_text_field",
@@ -24,32 +24,30 @@ _REWARDS = frozenset({"reward_funcs", "reward_model_name_or_path"})
 
 _PREFERENCE = ("chosen", "rejected")
 _UNPAIRED = ("prompt", "completion", "label")
-# What TRL's chat templates take beside the messages.
+# Columns that TRL's chat templates take beside the messages.
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
-_WHOLE_WEIGHTS = (
-    "it generates from a copy of the whole weights, and the base rests sharded: transformers generates here"
-)
-_PEFT_REFERENCE = "with PEFT the reference is an adapter as it was at first, and TRL has no model to synchronize"
+_UNSHARDED_WEIGHTS = "it generates from unsharded weights, and the base is sharded: transformers generates here"
+_PEFT_REFERENCE = "with PEFT the reference is the initial adapter, and TRL has no model to synchronize"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: TRL's trainer and what lorashard has to know of it.
+    """A training method: TRL's trainer, and what lorashard has to know about it.
 
     Attributes:
         name: as `method` takes it.
-        learning_rate: ten times TRL's default, which is for whole models, as TRL's documentation advises for adapters.
-        losses: what `loss_type` may be, which TRL itself looks at in the first step.
-        metrics: what the trainer finds in an evaluation that may become better.
-        formats: sets of columns that the trainer takes, the first that a dataset has decides; none where lorashard
-            prepares the rows itself.
-        optional_columns: columns that the trainer reads where they are there; None hands it all.
-        rows_per_example: rows that go through the model for each of `per_device_train_batch_size`.
-        generates: whether the rows are prompts that it answers.
-        is_classifier: whether it trains a head that gives one number, in place of the LM head.
-        uncounted: what a plan does not count.
-        absent_options: options of lorashard that this method has no use for.
+        learning_rate: ten times TRL's default, which is for full fine-tuning, as TRL's documentation advises.
+        losses: the values of `loss_type`, which TRL checks in the first step.
+        metrics: metrics of an evaluation by which one adapter can be better than another.
+        formats: sets of columns that the trainer takes, of which the first that a dataset has decides; empty if
+            lorashard tokenizes the rows itself.
+        optional_columns: columns that the trainer reads if a dataset has them; None: all.
+        rows_per_example: sequences that pass the model for each example of `per_device_train_batch_size`.
+        generates: whether the rows are prompts, of which it generates completions.
+        is_classifier: whether it trains a head with one output, in place of the LM head.
+        uncounted: memory and time that a plan leaves out.
+        absent_options: options of lorashard that this method does not have.
         refused: TRL's options that cannot be chosen here, with the reason.
         pinned: TRL's options whose one workable value is TRL's default, with the reason.
     """
@@ -72,7 +70,7 @@ class Method:
 
     @property
     def task_type(self) -> str:
-        """PEFT's name of what the model does."""
+        """PEFT's task type."""
         return "SEQ_CLS" if self.is_classifier else "CAUSAL_LM"
 
     @property
@@ -81,7 +79,7 @@ class Method:
         return not self.formats
 
     def has_metric(self, name: str) -> bool:
-        """Return whether an evaluation finds `name`; `rewards/...` may be named by the user's own functions."""
+        """Return whether an evaluation has the metric; `rewards/...` may be named by the user's own functions."""
         name = name.removeprefix("eval_")
         return name in self.metrics or any(name.startswith(m[:-1]) for m in self.metrics if m.endswith("*"))
 
@@ -156,12 +154,12 @@ METHODS = {
             absent_options=_SFT_DATA,
             refused={
                 "ds3_gather_for_generation": "it is DeepSpeed's, and lorashard shards the base: choose with placement",
-                "transformers_continuous_batching_config": _WHOLE_WEIGHTS,
+                "transformers_continuous_batching_config": _UNSHARDED_WEIGHTS,
             },
             pinned={
-                "use_vllm": (False, _WHOLE_WEIGHTS),
-                "use_transformers_continuous_batching": (False, _WHOLE_WEIGHTS),
-                "use_transformers_paged": (False, _WHOLE_WEIGHTS),
+                "use_vllm": (False, _UNSHARDED_WEIGHTS),
+                "use_transformers_continuous_batching": (False, _UNSHARDED_WEIGHTS),
+                "use_transformers_paged": (False, _UNSHARDED_WEIGHTS),
                 "cast_lm_head_to_fp32": (False, "the base, its head included, computes in dtype: give dtype: float32"),
                 "sync_ref_model": (False, _PEFT_REFERENCE),
             },
@@ -174,4 +172,4 @@ def explain_refused(method: Method, name: str) -> str | None:
     """Return why TRL's option `name` cannot be chosen with `method`, if it cannot."""
     if name in method.refused:
         return method.refused[name]
-    return f"use_vllm is not offered: {_WHOLE_WEIGHTS}" if name.startswith("vllm_") else None
+    return f"use_vllm is not offered: {_UNSHARDED_WEIGHTS}" if name.startswith("vllm_") else None

@@ -48,24 +48,17 @@ ALIASES = {
     "evaluation_strategy": "eval_strategy",
 }
 
-
 VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "method": {"rm": "reward"}}
-
 
 _QUANTIZES_ITSELF = "give quantization: nf4, int8 or fp8, and bnb_4bit_use_double_quant, by their own names"
 
-
-_SCALES_ROWS = "quantization: int8 keeps a scale for each row, and treats no weight or activation apart: leave it out"
-
+_SCALES_ROWS = "quantization: int8 has a scale for each row, and no outliers that are treated apart: leave it out"
 
 _SHARDS_ITSELF = "lorashard shards the frozen base itself: choose with placement"
 
-
-_KEEPS_NO_SECRETS = "a token is no option, which runs write down: log in with `hf auth login`, or set HF_TOKEN"
-
+_KEEPS_NO_SECRETS = "a run writes its options to a file: log in with `hf auth login`, or set HF_TOKEN"
 
 _PREPARES_ITSELF = "lorashard prepares the data itself, once, before the ranks form a group"
-
 
 REFUSED_OPTIONS = {
     "fsdp": _SHARDS_ITSELF,
@@ -78,14 +71,13 @@ REFUSED_OPTIONS = {
     "own names",
     "pad_token": "TRL has deprecated it: the tokenizer's padding token is used",
     "use_cpu": "give --cpu N, the number of ranks",
-    "local_rank": "the launcher tells each rank its number",
+    "local_rank": "the launcher sets it",
     "hub_token": _KEEPS_NO_SECRETS,
     "push_to_hub_token": _KEEPS_NO_SECRETS,
     "use_auth_token": _KEEPS_NO_SECRETS,
 }
 
-
-# What to say of names that other tools have and lorashard has not.
+# How to do what other tools have an option for.
 HINTS = {
     "warmup_ratio": "give the ratio as warmup_steps, a number below 1",
     "datasets": "give one dataset: a file, a folder or a hub id",
@@ -102,20 +94,19 @@ HINTS = {
     "quantization_config": _QUANTIZES_ITSELF,
     "bnb_config_kwargs": _QUANTIZES_ITSELF,
     "bnb_4bit_quant_type": "quantization: nf4 is the only 4-bit format here: leave it out",
-    "bnb_4bit_compute_dtype": "dtype is what is computed in: give that, or nothing for what the device is good at",
-    "bnb_4bit_quant_storage": "packed weights are sharded as bytes: leave it out",
+    "bnb_4bit_compute_dtype": "the computation has dtype: give that, or nothing for what suits the device",
+    "bnb_4bit_quant_storage": "quantized weights are sharded as bytes: leave it out",
     "llm_int8_threshold": _SCALES_ROWS,
     "llm_int8_has_fp16_weight": _SCALES_ROWS,
     "llm_int8_skip_modules": "norms, biases, routers, embedding and LM head are skipped: leave it out",
     "llm_int8_enable_fp32_cpu_offload": "give placement: host",
 }
 
-
 # Options whose one workable value is set by lorashard: giving that value is fine.
 PINNED_OPTIONS: dict[str, tuple[Any, str]] = {
-    "ddp_find_unused_parameters": (False, "every adapter parameter takes part in each step, and searching costs time"),
+    "ddp_find_unused_parameters": (False, "every adapter parameter is used in each step, and searching costs time"),
     "dataset_kwargs": ({"skip_prepare_dataset": True}, _PREPARES_ITSELF),
     "do_train": (True, "finetune trains"),
     "do_predict": (False, "finetune does not predict"),
-    "enable_jit_checkpoint": (False, "SIGTERM has a run save by itself, once all ranks have agreed on it"),
+    "enable_jit_checkpoint": (False, "on SIGTERM a run saves a checkpoint by itself, once all ranks have agreed on it"),
 }

@@ -58,9 +58,9 @@ class RowEncoder:
         self.format = data_format
         self.max_length = options.max_length
         self._tokenizer = tokenizer
-        self._learns_completion = _decide_completion(data_format, options)
-        self._learns_assistant = _decide_assistant(data_format, options)
-        self._chat = ChatWriter(tokenizer, self._learns_assistant) if data_format.is_chat else None
+        self._completion_only = _decide_completion(data_format, options)
+        self._assistant_only = _decide_assistant(data_format, options)
+        self._chat = ChatWriter(tokenizer, self._assistant_only) if data_format.is_chat else None
         self._stop_ids = self._chat.find_stop_ids() if self._chat else set()
         self._blank_ids: dict[int, bool] = {}
         if self._chat is None and tokenizer.eos_token is None:
@@ -80,8 +80,8 @@ class RowEncoder:
     @property
     def mask_method(self) -> str:
         """Which tokens of a row are supervised, and how they are found."""
-        supervised = ["completion"] if self._learns_completion else []
-        if self._chat and self._learns_assistant:
+        supervised = ["completion"] if self._completion_only else []
+        if self._chat and self._assistant_only:
             supervised.append(f"assistant turns ({self._chat.method})")
         return " and ".join(supervised) or "every token"
 
@@ -98,7 +98,7 @@ class RowEncoder:
         full = self._tokenizer(
             [item.text for item in good],
             add_special_tokens=self._chat is None,  # a chat template writes them itself
-            return_offsets_mapping=self._learns_assistant,
+            return_offsets_mapping=self._assistant_only,
             return_attention_mask=False,
             verbose=False,
         )
@@ -115,7 +115,7 @@ class RowEncoder:
             if isinstance(item, BadRow):
                 results.append(item)
                 continue
-            offsets = full["offset_mapping"][position] if self._learns_assistant else None
+            offsets = full["offset_mapping"][position] if self._assistant_only else None
             prompt_ids = prompts[position] if prompts else None
             results.append(self._label(item, full["input_ids"][position], offsets, prompt_ids))
             position += 1
@@ -149,7 +149,7 @@ class RowEncoder:
         messages = (example.prompt or []) + example.body
         context = (example.tools, example.chat_template_kwargs)
         prompt = self._chat.write(example.prompt, *context, add_generation_prompt=True) if example.prompt else None
-        if self._learns_assistant:
+        if self._assistant_only:
             text, turns = self._chat.write_with_turns(messages, *context)
             return _Written(text, prompt, turns)
         return _Written(self._chat.write(messages, *context), prompt)
@@ -168,7 +168,7 @@ class RowEncoder:
         if prompt_ids is not None:
             prompt_length = _count_shared(prompt_ids, input_ids)
             has_prompt_drift = prompt_length < len(prompt_ids)
-            if self._learns_completion:
+            if self._completion_only:
                 mask[:prompt_length] = [False] * prompt_length
         labels = [token_id if is_loss else IGNORED_LABEL for token_id, is_loss in zip(input_ids, mask, strict=True)]
 

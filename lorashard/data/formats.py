@@ -11,7 +11,7 @@
 
 The first line that fits decides, so `text` beside `instruction` is ignored; a `dataset_text_field` other than `text`
 goes before all. Alpaca and question/answer rows are chats (user, assistant) if the tokenizer has a chat template. If
-not, the prompt is the parts with an empty line between them, and one line break stands before the completion.
+not, the prompt is the parts with an empty line between them, and one line break is before the completion.
 """
 
 from __future__ import annotations

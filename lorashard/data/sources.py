@@ -278,7 +278,7 @@ def _read_json(path: Path, name: str) -> Iterator[Row]:
                 raise
             line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise DataError(
-                f"broken JSON ({_explain_json(error)}), so that its rows cannot be told apart",
+                f"broken JSON ({_explain_json(error)}), after which no row can be read",
                 where=f"{name}{line}",
                 fix="fix it, or write one object a line in a .jsonl file, where a broken line spoils no other",
             ) from error

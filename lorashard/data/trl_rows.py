@@ -1,7 +1,7 @@
 """Rows in the formats that TRL's trainers take: checked one by one, and handed on as they are.
 
 A column is a text, or a conversation: a list of messages with role and content. All columns of a dataset are of one
-kind. `label` is true or false, log-probabilities and margins are numbers. TRL formats, tokenizes and cuts the rows.
+kind. `label` is true or false, log-probabilities and margins are numbers. TRL tokenizes and truncates the rows.
 """
 
 from __future__ import annotations

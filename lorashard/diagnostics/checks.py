@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,13 @@ class Check:
     def failed(cls, name: str, found: str, fix: str | None = None, **figures: Any) -> Check:
         """Return a check that found what stops a run, or makes its result wrong."""
         return cls(name, "FAIL", found, fix, figures)
+
+    @classmethod
+    def of_error(cls, name: str, error: LorashardError) -> Check:
+        """Return a check that failed with an error, without the fix in its sentence."""
+        unfixed = copy.copy(error)
+        unfixed.fix = None
+        return cls.failed(name, " ".join(str(unfixed).split()), error.fix)
 
     @classmethod
     def warned_if(cls, is_bad: bool, name: str, found: str, fix: str, **figures: Any) -> Check:

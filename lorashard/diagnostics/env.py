@@ -23,7 +23,7 @@ import psutil
 
 from .. import __version__
 from ..runs.root import find_existing
-from ..runtime.devices import count_cores, find_gpus
+from ..runtime.devices import count_cores, find_gpus, read_cpu_name
 from ..runtime.disk import show_bytes
 
 if sys.platform != "win32":
@@ -90,7 +90,6 @@ _SECRET_NAME = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|AUTH|PAT$"
 # What precedes the host of an address, with or without `https://`; its query; and tokens anywhere.
 _SECRET_VALUE = re.compile(r"(?:(?<=//)|(?<!\S))(?!\w*://)\S+(?=@)|(?<=\?)\S+|\b(?:hf|ghp|gho|sk)[_-]\w{8,}")
 _COMMAND_TIMEOUT_S = 10
-_GIB = 2**30
 
 Section = dict[str, Any]
 
@@ -231,7 +230,7 @@ def _describe_lorashard() -> Section:
 
 
 def _read_commit() -> str:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return "not from a checkout"
     commit = _run("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
@@ -251,26 +250,16 @@ def _describe_packages() -> Section:
 
 def _describe_system() -> Section:
     return {
-        "OS": _try(_read_os),
+        "OS": _try(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()).strip() or "unknown",
-        "CPU": _try(_read_cpu_name),
+        "CPU": _try(read_cpu_name),
         "cores": {
             "usable": _try(count_cores),
             "physical": psutil.cpu_count(logical=False),
             "logical": psutil.cpu_count(),
         },
     }
-
-
-def _read_os() -> str:
-    return platform.freedesktop_os_release()["PRETTY_NAME"]
-
-
-def _read_cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, None) or platform.processor() or platform.machine()
 
 
 def _describe_torch() -> Section:

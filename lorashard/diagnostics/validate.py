@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants, get_safetensors_metadata, model_info
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-from transformers import PreTrainedConfig
 
 from ..config.initialization import is_derived
 from ..config.quantization_options import describe_quantization
@@ -23,7 +22,7 @@ from ..runtime.disk import show_bytes
 from ..runtime.plugins import refuse_plugins
 from ..weights.hub import explain_hub_errors, resolve_folder
 from ..weights.safetensors_files import Checkpoint
-from ..weights.stored_formats import find_stored_format, settle_quantization
+from ..weights.stored_formats import settle_quantization
 
 
 def validate(config: RunConfig) -> Iterator[str]:
@@ -67,9 +66,10 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 
 def _describe_format(config: RunConfig) -> str | None:
     """Return the format that the base is trained in, where it is stored quantized or is to be quantized."""
+    from ..planning.size import find_stored
+
     name = config.model_name_or_path
-    values, _ = PreTrainedConfig.get_config_dict(name, revision=config.model_revision)
-    stored = find_stored_format(values, name)
+    stored = find_stored(name, config.model_revision)
     quantization = settle_quantization(stored, config.resolve_quantization(), name)
     if stored is None:
         return describe_quantization(quantization) if quantization else None
@@ -92,7 +92,7 @@ def _describe_adapter(config: RunConfig) -> str:
     if is_derived(config.init_lora_weights):
         check_derivable(model, make_lora(config.lora_options()))
         size = show_bytes(sum(p.nbytes for p in model.get_base_model().parameters() if not p.requires_grad))
-        derived = f"; {config.init_lora_weights} writes a derived base of {size} to {find_derived_dir()}"
+        derived = f"; {config.init_lora_weights} keeps a derived base of {size} in {find_derived_dir()}"
     num_parameters, num_layers = model.get_nb_trainable_parameters()[0], len(find_layers(model))
     return f"{num_parameters:,} trainable parameters; {num_layers} layers to shard{derived}"
 

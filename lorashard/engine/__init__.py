@@ -4,10 +4,11 @@ Reading order: layout, copies, home, placeholder, slots, streams, unit, schedule
 """
 
 from .copies import HostCopies
-from .engine import Engine, ScheduleEntry
+from .engine import Engine
 from .home import DeviceHome, FileHome, Home, HostHome
 from .layout import Layout, Part, Piece, plan_layout
 from .placeholder import FrozenWeight, Placeholder
+from .schedule import ScheduleEntry
 from .stats import Stats
 from .unit import Owner, State, Unit, Weight
 

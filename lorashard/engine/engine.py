@@ -7,7 +7,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,31 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ConfigError, ShardError
 from ..runtime.dist import ShardGroup
 from .autograd import Handle, WeightHandle, first_differentiable, is_in_backward, saved_handles
-from .schedule import Direction, choose_slot
+from .schedule import Direction, ScheduleEntry, choose_slot
 from .slots import Slot, SlotPool, plan_slots
 from .stats import Stats
 from .streams import SideStream
 from .unit import State, Unit
 
 _CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step", "a read of base weights")
-
-
-@dataclass(frozen=True)
-class ScheduleEntry:
-    """One entry in the static order of a forward: entering any of `modules` needs `unit` unsharded.
-
-    Args:
-        unit: what is entered. A tied embedding's unit has two entries: first as embedding, last as LM head.
-        modules: leaving one releases the unit, unless `holds`.
-        holds: keep the unit to the end of the forward, since it is read outside of its modules: fused losses read
-            `lm_head.weight` after the final norm without calling the LM head.
-        has_backward: false for a frozen embedding, which needs only its indices for that.
-    """
-
-    unit: Unit
-    modules: tuple[nn.Module, ...]
-    holds: bool = False
-    has_backward: bool = True
 
 
 class Engine:
@@ -100,7 +81,10 @@ class Engine:
     # -- what users may ask ------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Return what this rank has gathered, waited for and holds."""
+        """Return what this rank has gathered, waited for and holds.
+
+        Ranks: local. On CUDA it waits for the device.
+        """
         return Stats(
             num_gathers=self._group.num_gathers,
             gathered_bytes=self._group.gathered_bytes,
@@ -201,7 +185,10 @@ class Engine:
         module.register_forward_hook(self._after_forward(position), with_kwargs=True)
 
     def follow(self, replaced: Mapping[nn.Module, nn.Module]) -> None:
-        """Enter units by the modules that have taken the places of others too, as when an adapter is taken off."""
+        """Enter units by the modules that have taken the places of others too, as when an adapter is taken off.
+
+        Ranks: local, but every rank must do the same between the same passes.
+        """
         if len(self.pool) == 0:  # nothing is hooked where every unit is resident
             return
         for position, entry in enumerate(self._schedule):
@@ -358,7 +345,11 @@ class Engine:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Surround one call of a root: handles for autograd, units released at the end, order after an exception."""
+        """Surround one call of a root: handles for autograd, units released at the end, order after an exception.
+
+        Ranks: every rank must run the same passes in the same order; before the first gather of one they compare.
+        Memory: the slots; after the body their bytes stay, for nobody to read.
+        """
         if self._depth > 0:
             yield
             return

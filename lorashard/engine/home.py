@@ -39,7 +39,11 @@ class Home(Protocol):
         """
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
-        """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the unsharded unit."""
+        """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the unsharded unit.
+
+        Ranks: as the home says: every rank of the shard group in the same order, or local.
+        Memory: none beside `buffer`.
+        """
         ...
 
     def write(self, field: Field, data: torch.Tensor) -> None:

@@ -1,12 +1,35 @@
-"""The static order of visits: how far each lies ahead, and so which slot to fill next. Pure arithmetic."""
+"""The static order of visits: how far each lies ahead, and so which slot to fill next."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import nn
+
+from .unit import Unit
+
 Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """One entry in the static order of a forward: entering any of `modules` needs `unit` unsharded.
+
+    Args:
+        unit: what is entered. A tied embedding's unit has two entries: first as embedding, last as LM head.
+        modules: leaving one releases the unit, unless `holds`.
+        holds: keep the unit to the end of the forward, since it is read outside of its modules: fused losses read
+            `lm_head.weight` after the final norm without calling the LM head.
+        has_backward: false for a frozen embedding, which needs only its indices for that.
+    """
+
+    unit: Unit
+    modules: tuple[nn.Module, ...]
+    holds: bool = False
+    has_backward: bool = True
 
 
 class Direction(enum.Enum):

@@ -14,7 +14,10 @@ from .queues import Event, on_device
 
 
 class SlotUser(Protocol):
-    """What takes slots: a unit, or the plan of one."""
+    """What takes a slot: a unit."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def size_class(self) -> str: ...
@@ -23,14 +26,7 @@ class SlotUser(Protocol):
     def layout(self) -> Layout: ...
 
 
-class Named(Protocol):
-    """What holds a slot."""
-
-    @property
-    def name(self) -> str: ...
-
-
-OwnerT = TypeVar("OwnerT", bound=Named)
+OwnerT = TypeVar("OwnerT", bound=SlotUser)
 
 
 def own_version(view: torch.Tensor) -> torch.Tensor:
@@ -98,10 +94,11 @@ class Slot(Generic[OwnerT]):
         if self.is_held():
             raise ShardError(
                 "something still holds a weight although its computation has ended, and would read other weights there "
-                "next. A custom autograd Function that keeps a weight on `ctx` instead of ctx.save_for_backward, "
-                "retain_graph=True under activation checkpointing, or a hook that stores weights does this",
+                "next. A custom autograd Function that keeps a weight on `ctx`, retain_graph=True under activation "
+                "checkpointing, or a hook that stores weights does this",
                 where=f"unit '{self.owner and self.owner.name}'",
-                fix="load with placement='replicate' if it cannot be changed",
+                fix="keep weights with ctx.save_for_backward; load with placement='replicate' if the code cannot be "
+                "changed",
             )
 
     def replace_if_held(self) -> None:

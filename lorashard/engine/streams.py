@@ -40,7 +40,7 @@ class SideStream:
 
         A slot is reused through this: the event says that its last reader is done, so the gather cannot overtake it.
         """
-        if self._queues is None:
+        if self._queues is None or self._queue is None:
             yield
             return
         with self._queues.on(self._queue):

@@ -18,6 +18,7 @@ from ..config.placement import (
 from ..config.quantization_options import describe_quantization
 from ..errors import ConfigError, UserError
 from ..runtime import dist
+from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import show_bytes
 from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
 from .hardware import Cluster
@@ -147,16 +148,12 @@ def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
     Ranks: collective over all ranks.
     """
     least_bytes = min(dist.gather_objects(free_bytes))
-    made: Plan | UserError | None = None
-    if dist.get_rank() == 0:
-        try:
-            with explained_planning():
-                made = plan(least_bytes)
-        except UserError as error:
-            made = error
-    made = dist.broadcast_object(made)
-    if isinstance(made, UserError):
-        raise made
+
+    def make() -> Plan:
+        with explained_planning():
+            return plan(least_bytes)
+
+    made = dist.broadcast_object(raise_on_all_ranks(make, on_rank=0))
     assert made is not None
     return made
 

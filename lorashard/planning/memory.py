@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..config.placement import ResolvedPlacement
 from ..engine.slots import plan_slots
@@ -67,8 +66,7 @@ def place_base(size: ModelSize, placement: ResolvedPlacement, device_type: str) 
             rest_bytes += unit.layout.shard_bytes
         if home == "host" or (home == "file" and not is_mapped) or unit.layout.num_shards > 1:
             sharded[unit.name] = unit
-    moving: list[Any] = list(sharded.values())  # what plan_slots reads of a unit, these have too
-    slots = plan_slots(moving, num_layer_slots=2 + placement.prefetch)
+    slots = plan_slots(sharded.values(), num_layer_slots=2 + placement.prefetch)
     slot_bytes = sum(number * num_bytes for number, num_bytes in slots.values())
     return BaseMemory(
         rest_bytes=rest_bytes,

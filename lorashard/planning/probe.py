@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from ..runtime import dist
+from ..runtime.devices import read_cpu_name
 from ..runtime.dtypes import name_of
 from ..runtime.progress import told_work
 from .hardware import Hardware, find_gpu_type, guess_gpu_type, usable_bytes
@@ -195,15 +196,9 @@ def _describe_machine(device: torch.device, dtype: torch.dtype) -> str:
         name = torch.cuda.get_device_name(device)
         driver = f"CUDA {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
     else:
-        name, driver = _read_cpu_name(), f"{torch.get_num_threads()} threads"
+        name, driver = read_cpu_name(), f"{torch.get_num_threads()} threads"
     ranks = f"{dist.get_world_size()} ranks"
     return ", ".join((name, driver, f"torch {torch.__version__}", name_of(dtype), ranks))
-
-
-def _read_cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def _least(values: list[float | None]) -> float | None:

@@ -111,6 +111,17 @@ class ModelSize:
     def layers(self) -> tuple[UnitSize, ...]:
         return tuple(unit for unit in self.units if unit.kind == LAYER)
 
+    def first_layers(self, num_layers: int) -> ModelSize:
+        """Return the size of the model with only its first decoder layers."""
+        left_out = {unit.name for unit in self.layers[num_layers:]}
+        return replace(
+            self,
+            units=tuple(unit for unit in self.units if unit.name not in left_out),
+            visits=tuple(visit for visit in self.visits if visit[0].name not in left_out),
+            adapter_parameters=self.adapter_parameters * num_layers // len(self.layers),
+            adapter_bytes=self.adapter_bytes * num_layers // len(self.layers),
+        )
+
 
 def build_meta_model(
     model_name_or_path: str,

@@ -4,7 +4,7 @@ Note [Quantized weights and autograd]
     A module holds a `QuantizedWeight` where an unquantized base has a parameter: true name, shape, dtype and device,
     and no storage of its own, only views of the slot that its bytes are in. torch's dispatcher calls it below autograd,
     so what autograd saves is the `QuantizedWeight`, never the values: the engine's saved-tensor hooks make a handle of
-    it like of any other tensor in a slot, and backward unpacks it anew. The values exist in a workspace for the time of
+    it like of any other tensor in a slot, and backward unpacks it again. The values exist in a workspace during
     one operation. Views (the transposed weight of a Linear, one expert's of many) are remembered and applied when it is
     unpacked, so the operations that run, forward and backward, are those of plain weights, bit for bit.
 
@@ -30,7 +30,7 @@ from .format import Quantizer
 class Workspace:
     """The memory that weights are unpacked to, reused by one operation after another.
 
-    Memory: the largest weight, or the largest expert that was asked for by itself, in the dtype of the computation; as
+    Memory: the largest weight, or the largest expert that is read by itself, in the dtype of the computation; as
         many times as one operation reads quantized weights, which is once.
     """
 
@@ -42,7 +42,7 @@ class Workspace:
         """The bytes that are held."""
         return sum(buffer.numel() for buffer in self._buffers)
 
-    @torch.inference_mode(False)  # a tensor made in that mode could not be written outside of it
+    @torch.inference_mode(False)  # a tensor created in that mode cannot be written outside of it
     def take(self, index: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the memory for quantized weight number `index` of an operation; what was there before is lost."""
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -88,7 +88,7 @@ class StoredWeight:
         name: the parameter's.
         shape: of the weight.
         dtype: of the computation.
-        parts: the tensors that keep it, as `quantizer` wants them.
+        parts: the tensors that keep it, in the format of `quantizer`.
         place: of a weight in a slot, its unit and its index there.
     """
 
@@ -120,7 +120,7 @@ class QuantizedWeight(FrozenWeight):
     def _make(
         cls, stored: StoredWeight, views: tuple[View, ...], size: Sequence[int], stride: Sequence[int]
     ) -> QuantizedWeight:
-        if torch.is_inference_mode_enabled():  # made there, it could be neither detached nor saved for a backward
+        if torch.is_inference_mode_enabled():  # created there, it could be neither detached nor saved for backward
             with torch.inference_mode(False):
                 return cls._make(stored, views, size, stride)
         self = torch.Tensor._make_wrapper_subclass(

@@ -10,6 +10,7 @@ events.jsonl                 what happened: starts, checkpoints, outages, non-fi
 metrics.jsonl                one line a logged step
 ranks/rank_K.jsonl           the rank's own lines: memory, gathers, seconds waited
 logs/rank_K.log              what the rank printed
+logs/options.json            the options that the launcher resolved, which the ranks read
 profile/                     traces of `profile_steps`, and where their seconds went
 checkpoint-N/                the trainer's
 adapter_model.safetensors, adapter_config.json, tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +185,14 @@ def count_cores() -> int:
         if microseconds != "max":
             limits.append(int(microseconds) // int(period))
     return max(1, min(limit for limit in limits if limit is not None))
+
+
+def read_cpu_name() -> str:
+    """Return the CPU's model, or its architecture where the system does not name the model."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, None) or platform.processor() or platform.machine()
 
 
 def find_gpus() -> VisibleGpus:

@@ -169,12 +169,14 @@ class SharedGroup(weakref.ref):
 
 def _end_with_users(reference: weakref.ref[dist.ProcessGroup], process_id: int) -> None:
     """End a group whose last user on this rank has gone; see [The end of a shared group]."""
-    if process_id == os.getpid() and _is_gloo(reference()):  # a forked process has none of its threads
+    is_there = reference() in dist.distributed_c10d._world.pg_map
+    if process_id == os.getpid() and is_there and _is_gloo(reference()):  # a forked process has none of its threads
         _end_group(reference)
 
 
 def _is_gloo(group: dist.ProcessGroup | None) -> bool:
-    return group in dist.distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo"
+    """Tell whether a group knows gloo alone, whatever its devices."""
+    return group is not None and {group._get_backend(d).name() for d in group._device_types} == {"gloo"}
 
 
 def _end_group(reference: weakref.ref[dist.ProcessGroup]) -> None:
@@ -262,7 +264,7 @@ def _make_group(size: int, backend: str | None, description: str) -> dist.Proces
         if get_rank() in ranks:
             own = group
     assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
-    if dist.get_backend(own) == "gloo":
+    if _is_gloo(own):
         dist.barrier(own)  # the first to end it would cut off those that still connect
     return own
 

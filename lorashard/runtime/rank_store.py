@@ -200,18 +200,20 @@ class RankStore:
         Ranks: every rank must call it equally often.
         """
         turn = self._store.add(f"turn/{self._rank}", 1)
-        self._store.set(f"exchange-{turn}/{self._rank}", word)
-        deadline_s = time.monotonic() + timeout_s
-        while absent := self.find_absent(f"exchange-{turn}"):
+        keys = [f"exchange-{turn}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], word)
+        deadline_s, pause_s = time.monotonic() + timeout_s, 0.005
+        while not self._store.check(keys):
             if time.monotonic() > deadline_s:
                 raise ShardError(
                     "not all ranks have come to share their process groups",
                     expected=f"{self._size} ranks within {timeout_s:g} s",
-                    found=f"none of the ranks {absent}",
+                    found=f"ranks {self.find_absent(f'exchange-{turn}')} are missing",
                     fix="call lorashard.load and lorashard.shard on every rank, equally often",
                 )
-            time.sleep(0.005)
-        return [self._store.get(f"exchange-{turn}/{rank}").decode() for rank in range(self._size)]
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+        return [found.decode() for found in self._store.multi_get(keys)]
 
     def leave_failure(self, reason: str) -> None:
         """Tell the others that this rank goes no further."""

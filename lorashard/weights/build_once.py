@@ -20,14 +20,12 @@ def make_once(
     fill: Callable[[Path], None],
     look: Callable[[list[Path]], None] = lambda partials: None,
 ) -> None:
-    """Make a folder if it is not there.
-
-    Of the processes on a machine the first to come makes it, the others wait for it.
+    """Create a folder if it does not exist; the first process on a machine fills it, the others wait.
 
     Args:
-        check_room: called with the free bytes before anything is written; raises where they are too few.
-        fill: writes what is to be in the folder into one that becomes it when all is there.
-        look: given, now and then while another process makes it, the folders that are being filled.
+        check_room: called with the free bytes before anything is written; raises if they are too few.
+        fill: writes the content into a partial folder, which is renamed when it is complete.
+        look: called repeatedly with the partial folders while another process fills one.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
@@ -38,7 +36,7 @@ def make_once(
 
     def look_on() -> bool:
         look(list_partials(folder))
-        return False  # and wait on
+        return False  # keep waiting
 
     with FileLock(folder.with_suffix(".lock")).acquire(poll_interval=_LOOK_S, cancel_check=look_on):
         if folder.is_dir():

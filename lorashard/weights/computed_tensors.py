@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -26,6 +27,11 @@ MXFP4_BLOCK_NUMEL = 32  # values that share a scale
 @dataclass(frozen=True)
 class ComputedTensor(StoredTensor):
     """A tensor that no file holds as it is; `num_bytes` is 0, and it begins where its main tensor does."""
+
+    @classmethod
+    def at(cls, main: StoredTensor, key: str, dtype: torch.dtype, shape: Sequence[int], *fields: Any) -> Self:
+        """Return a tensor at the place of its main tensor; `fields` are those of the subclass."""
+        return cls(key, main.file, dtype, tuple(shape), main.begin_byte, 0, *fields)
 
     @abstractmethod
     def compute(self, begin: int, end: int, dtype: torch.dtype, read: ReadElements) -> torch.Tensor:

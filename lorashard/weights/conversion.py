@@ -1,4 +1,4 @@
-"""Which stored tensors make which model tensors, decided by transformers' own loader.
+"""The mapping from stored tensors to model tensors, by the rules of transformers' own loader.
 
 The one file that depends on the internals of transformers' weight loading (`core_model_loading`, `conversion_mapping`);
 it follows `convert_and_load_state_dict_in_model`, from 5.17 on, without reading any data.
@@ -126,7 +126,7 @@ def map_keys(
 
     groups: dict[str, Group] = {}
     unexpected: dict[str, str] = {}
-    # The order is the loader's: it numbers the experts, and some renamings depend on what came before.
+    # The loader's order: it determines the order of experts, and some renamings depend on earlier ones.
     for key in sorted(stored_tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
         if name not in expected and key in expected:

@@ -32,7 +32,7 @@ class Origin:
     def write(self, derived: Path) -> None:
         """Write this into the folder of a derived base.
 
-        It lies beside the first adapter: what lies beside the weights is taken into a merged model.
+        It is beside the first adapter, since files beside the weights are copied into a merged model.
         """
         text = json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
         (derived / INITIAL_ADAPTER_NAME / _FILE_NAME).write_text(text, encoding="utf-8")

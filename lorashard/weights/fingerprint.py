@@ -105,9 +105,7 @@ class BaseIdentity:
             found=f"other hashes of {shorten(differing, 1)}" if differing else "fewer files",
             fix="give its own base, or --allow_base_mismatch to continue regardless",
         )
-        if not allow_base_mismatch:
-            raise mismatch
-        _logger.warning("%s (ignored, as allow_base_mismatch says)", mismatch)
+        _refuse(mismatch, allow_base_mismatch)
 
 
 def describe_base(
@@ -189,9 +187,13 @@ def check_quantization(
         found=describe_quantization(quantization),
         fix="give what it was trained on, or --allow_base_mismatch to continue regardless",
     )
-    if not allow_base_mismatch:
+    _refuse(mismatch, allow_base_mismatch)
+
+
+def _refuse(mismatch: ConfigError, is_allowed: bool) -> None:
+    if not is_allowed:
         raise mismatch
-    _logger.warning("%s (ignored, as allow_base_mismatch says)", mismatch)
+    _logger.warning("%s (ignored, as allow_base_mismatch is set)", mismatch)
 
 
 def _read_metadata(adapter: Path, key: str) -> str | None:

@@ -39,7 +39,7 @@ def first_layers(folder: Path, num_layers: int, trust_remote_code: bool = False)
 
 
 def cut_config(values: dict[str, Any], config: PreTrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Return the content of a config.json with the number of layers, and every list of one item per layer, cut.
+    """Return the content of a config.json for the first layers; lists of one item per layer are cut.
 
     Args:
         values: the content of config.json.

@@ -55,7 +55,7 @@ def _warn_of_remote(folder: Path) -> None:
     kind = next((mounts[path] for path in (folder, *folder.parents) if path in mounts), "")
     if kind in _REMOTE:
         _logger.warning(
-            "%s lies on a network file system (%s): placement 'file' reads the base from there whenever the kernel has "
+            "%s is on a network file system (%s): placement 'file' reads the base from there whenever the kernel has "
             "dropped pages, and a server that goes away stops the run; a local copy is safer and faster",
             folder,
             kind,

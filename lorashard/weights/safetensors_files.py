@@ -39,7 +39,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies in a checkpoint; `begin_byte` counts from the start of the file."""
+    """The place of one tensor in a checkpoint; `begin_byte` counts from the start of the file."""
 
     key: str
     file: Path
@@ -55,7 +55,7 @@ class Checkpoint:
     Not for several threads at once: file descriptors are opened, reused and closed as reads come.
 
     Attributes:
-        folder: Where the checkpoint lies.
+        folder: The checkpoint's folder.
         tensors: Every stored tensor by its key in the files.
         header_bytes: Bytes of headers that opening read.
         bytes_read: Bytes of tensors read so far.

@@ -75,15 +75,14 @@ def _take_mxfp4(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype
     _check(scales, (torch.uint8,), blocks.shape[:-1])
     experts, columns, num_blocks, _ = blocks.shape
     shape = (experts, num_blocks * MXFP4_BLOCK_NUMEL, columns)
-    return MxFp4Experts(name, blocks.file, dtype, shape, blocks.begin_byte, 0, blocks, scales)
+    return MxFp4Experts.at(blocks, name, dtype, shape, blocks, scales)
 
 
 def _take_fp8(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype, stored: StoredFormat) -> StoredTensor:
     values = remaining.pop(key)
     scales = _take(remaining, f"{key}_scale_inv", values)
-    remaining.pop(
-        f"{key.removesuffix('weight')}activation_scale", None
-    )  # of the layer's input, where that is quantized too
+    # Of the layer's input, where that is quantized too.
+    remaining.pop(f"{key.removesuffix('weight')}activation_scale", None)
     _check(scales, _FLOATS, None)
     shape = values.shape
     if len(shape) < 2:
@@ -92,7 +91,7 @@ def _take_fp8(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype, 
     expected = (*shape[:-2], *(math.ceil(n / b) for n, b in zip(shape[-2:], block, strict=True)))
     if math.prod(scales.shape) != 1 or math.prod(expected) != 1:
         _check(scales, _FLOATS, expected)
-    return BlockFp8(key, values.file, dtype, shape, values.begin_byte, 0, values, scales, block)
+    return BlockFp8.at(values, key, dtype, shape, values, scales, block)
 
 
 def _take_int8(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype, read: ReadElements) -> StoredTensor:
@@ -105,8 +104,7 @@ def _take_int8(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype,
     layout = remaining.pop(f"{base}weight_format", None)  # of older GPUs' own layouts, of which row-major is 0
     if layout is not None and int(read(layout, 0, 1)[0]) != 0:
         raise _wrong(layout, "rows (0)", int(read(layout, 0, 1)[0]))
-    parts = {"": values, "SCB": scales}
-    return QuantizedTensor(key, values.file, dtype, values.shape, values.begin_byte, 0, Int8(), parts)
+    return QuantizedTensor.at(values, key, dtype, values.shape, Int8(), {"": values, "SCB": scales})
 
 
 def _take_nf4(
@@ -127,22 +125,19 @@ def _take_nf4(
         raise _wrong(values, f"{math.ceil(numel / 2)} bytes for shape {list(shape)}", f"{num_bytes}")
     _check_code(_take(remaining, f"{key}.quant_map", state_tensor), torch.tensor(NF4_CODE), read)
     parts: dict[str, StoredTensor] = {"": replace(values, dtype=torch.uint8, shape=(num_bytes,))}
-    fields = (key, values.file, dtype, shape, values.begin_byte, 0)
     if "nested_offset" not in state:
         _check(absmax, (torch.float32,), (num_blocks,))
-        return QuantizedTensor(*fields, Nf4(False, block), parts | {"absmax": absmax})
+        return QuantizedTensor.at(values, key, dtype, shape, Nf4(False, block), parts | {"absmax": absmax})
     nested = _take(remaining, f"{key}.nested_absmax", state_tensor)
     size, offset, code = state["nested_blocksize"], state["nested_offset"], make_dynamic_map()
     _check(absmax, (torch.uint8,), (num_blocks,))
     _check(nested, (torch.float32,), (math.ceil(num_blocks / size),))
     _check_code(_take(remaining, f"{key}.nested_quant_map", state_tensor), code, read)
-    named = (f"{key}.nested_offset", state_tensor.file, torch.float32, (1,), state_tensor.begin_byte, 0)
-    scales = NestedScales(
-        absmax.key, absmax.file, torch.float32, absmax.shape, absmax.begin_byte, 0, absmax, nested, code, size, offset
-    )
-    plain = QuantizedTensor(*fields, Nf4(False, block), parts | {"absmax": scales})
-    parts |= {"absmax": absmax, "nested_absmax": nested, "nested_offset": Constant(*named, (offset,))}
-    return QuantizedTensor(*fields, Nf4(True, block, size), parts, plain)
+    scales = NestedScales.at(absmax, absmax.key, torch.float32, absmax.shape, absmax, nested, code, size, offset)
+    plain = QuantizedTensor.at(values, key, dtype, shape, Nf4(False, block), parts | {"absmax": scales})
+    constant = Constant.at(state_tensor, f"{key}.nested_offset", torch.float32, (1,), (offset,))
+    parts |= {"absmax": absmax, "nested_absmax": nested, "nested_offset": constant}
+    return QuantizedTensor.at(values, key, dtype, shape, Nf4(True, block, size), parts, plain)
 
 
 def _read_state(stored: StoredTensor, read: ReadElements) -> dict[str, Any]:

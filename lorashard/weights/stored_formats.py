@@ -72,20 +72,20 @@ def find_stored_format(config: Mapping[str, Any] | PreTrainedConfig, where: str 
     )
 
 
-def settle_quantization(stored: StoredFormat | None, asked: Quantization | None, where: str) -> Quantization | None:
+def settle_quantization(stored: StoredFormat | None, requested: Quantization | None, where: str) -> Quantization | None:
     """Return the form in which a base is kept: that of its files if they are quantized, or else the requested one.
 
     Raises:
         ConfigError: the files are quantized already, to another format.
     """
     if stored is None or stored.quantization is None:
-        return asked
-    if asked is not None and (asked.format != stored.quantization.format or asked.has_vocabulary):
+        return requested
+    if requested is not None and (requested.format != stored.quantization.format or requested.has_vocabulary):
         raise ConfigError(
             option="quantization",
             where=where,
             expected=f"{stored.quantization.format}, its stored format ({stored.description})",
-            found=asked.format + (" with embedding and LM head" if asked.has_vocabulary else ""),
+            found=requested.format + (" with embedding and LM head" if requested.has_vocabulary else ""),
             fix="leave the option out, or use the unquantized model",
         )
     return stored.quantization

@@ -11,9 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from helpers.cli import LAUNCHER_VARIABLES
-from helpers.finetune import LORASHARD as LORASHARD
-from helpers.tiny import add_lora, build_base
+from helpers.tiny import VOCAB_SIZE, add_lora, build_base
 from helpers.words import make_tokenizer
 
 SPECIAL = ("<pad>", "<unk>", "</s>", "<system>", "<user>", "<assistant>")
@@ -28,7 +26,7 @@ GREEDY = ["--dtype", "float32", "--max_new_tokens", str(NEW_TOKENS), "--do_sampl
 
 def build_task(folder: Path, num_positions: int = 128) -> Path:
     """Fill a folder with runs' adapters, their base, which knows so many positions, and prompts."""
-    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), 97))]
+    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCAB_SIZE))]
     tokenizer = make_tokenizer(words, additional_special_tokens=list(SPECIAL[3:]))
     build_base(
         num_hidden_layers=2,
@@ -83,5 +81,4 @@ def talk(task: Path, model: PeftModel, lines: list[str]) -> list[str]:
 def make_environment(task: Path) -> dict[str, str]:
     folder = task / "tmp"
     folder.mkdir(exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    return environment | {"HF_HOME": str(task / "hf"), "TMPDIR": str(folder)}
+    return os.environ | {"HF_HOME": str(task / "hf"), "TMPDIR": str(folder)}

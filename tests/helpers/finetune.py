@@ -82,8 +82,7 @@ def run(
         folder: to run it in.
         lines: its input.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
+    env = os.environ | {"HF_HOME": str(task / "hf")} | environment
     start = subprocess.run if is_real else warm.run
     return start(command, env=env, cwd=folder, input=lines, capture_output=True, text=True, timeout=timeout_s)
 

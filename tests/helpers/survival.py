@@ -82,8 +82,7 @@ def start(
     site = task / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in names} | {
+    environment = os.environ | {
         "HF_HOME": str(task / "hf"),
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "TEST_ROWS": str(task / f"{out}_rows"),

@@ -106,6 +106,14 @@ def _checkpoint_call(layer: torch.nn.Module) -> None:
     layer.__class__ = type(original.__name__, (original,), {"__call__": call})
 
 
+def disturb(model: torch.nn.Module, name: str = "") -> None:
+    """Make every tensor that trains count, or those of one adapter, the same way each time: many begin as zero."""
+    generator = torch.Generator().manual_seed(5)
+    for key, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if f".{name}." in f"{key}." if name else parameter.requires_grad:
+            parameter.data += (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+
+
 def make_batch(seed: int = 3, rows: int = 2, tokens: int = 12) -> dict[str, torch.Tensor]:
     """Return input_ids and labels, both [rows, tokens], some labels masked."""
     generator = torch.Generator().manual_seed(seed)

@@ -107,7 +107,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/engine/placeholder.py",
         "return value.clone() if _find_address(value) in reused else value",
         "return value",
-        "a view of unpacked numbers outlives the operation, and the next weight appears there",
+        "a view of unpacked values outlives the operation, and the next weight appears there",
         ("tests/unit/quantization/test_quantized_weight.py",),
     ),
     "adapter not broadcast": Mutant(
@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
         "[check, self._group.num_gathers, self._hash],",
         "[check, self._group.num_gathers, 0],",
         "ranks that gathered other units continue",
-        ("tests/unit/engine/test_passes.py", "-k", "told_apart"),
+        ("tests/unit/engine/test_passes.py", "-k", "distinguished"),
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
@@ -202,7 +202,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/training/trainer.py",
         "return not self.args.save_only_model or bool(self._stop_signal) or self._saves_now",
         "return not self.args.save_only_model or bool(self._stop_signal)",
-        "no run goes on from a checkpoint that a person has asked for",
+        "no run resumes from a checkpoint that a person has asked for",
         ("tests/unit/training/test_trainer.py",),
     ),
     "step twice": Mutant(
@@ -223,7 +223,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/training/resume.py",
         "for step in sorted(set().union(*filter(None, everyone)), reverse=True):",
         "for step in sorted(set().union(*filter(None, everyone))):",
-        "a run goes on from the oldest checkpoint, and does its steps again",
+        "a run resumes from the oldest checkpoint, and does its steps again",
         ("tests/unit/training/test_resume.py",),
     ),
     "finished adapter lost": Mutant(
@@ -287,7 +287,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/launch/log_mirror.py",
         "self._file.seek(self._offset)",
         "self._file.seek(0)",
-        "a run that goes on shows the log of all that was before",
+        "a resumed run shows the log of all that was before",
         ("tests/e2e/launch/test_restarts.py",),
     ),
     "end said by who knows less": Mutant(
@@ -319,11 +319,11 @@ MUTANTS: dict[str, Mutant] = {
         "what a fused tensor is split into begins with the same rows",
         ("tests/unit/weights/test_weights.py", "-k", "conversion"),
     ),
-    "numbers for scales": Mutant(
+    "values for scales": Mutant(
         "lorashard/model/sources.py",
         "source.fill(weight, begin, end, staging, part)",
         "source.fill(weight, begin, end, staging)",
-        "of a base that is stored quantized the numbers are taken for scales too",
+        "of a base that is stored quantized the values are taken for scales too",
         ("tests/distributed/weights/test_stored_bases.py",),
     ),
     "commit not compared": Mutant(

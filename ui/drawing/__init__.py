@@ -1,1 +1,1 @@
-"""How things look: charts, markup, style, and numbers as people read them."""
+"""Appearance: charts, markup, style, and the formatting of values."""

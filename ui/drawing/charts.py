@@ -1,9 +1,10 @@
-"""Curves and bars as Plotly figures, which read on light and on dark and do not need colors to be told apart."""
+"""Curves and bars as Plotly figures that read on light and dark pages and can be told apart without color."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,11 +13,11 @@ import plotly.graph_objects as go
 _COLORS = ("#0072B2", "#D55E00", "#009068", "#C0659A", "#A87400", "#3A94C6")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "star")
-_FEW_POINTS = 40  # up to here each point has a marker: a line of one point would not be seen
-_TEXT = "#7a7a7a"  # of lines; words take the page's own color where they are drawn
+_FEW_POINTS = 40  # up to here each point has a marker: a line of one point is invisible
+TEXT = "#7a7a7a"  # of lines; text takes the page's color when it is drawn
 _GRID = "rgba(128,128,128,0.25)"
 _HEIGHT = 280
-_LEGEND_HEIGHT = 12  # for each curve; on a phone every name has a line of its own
+_LEGEND_HEIGHT = 12  # for each curve; on a phone each name takes a line
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,23 @@ def draw_curves(
     revision: str = "",
     is_from_zero: bool = False,
 ) -> go.Figure:
-    """Draw curves over each other; what is not smoothed is faint where there is a smoothed one.
+    """Draw curves in one chart; with a smoothed curve, the raw one is faint.
 
     Args:
-        is_log: a logarithmic y axis; values that have no logarithm are left out.
-        revision: as long as it is the same, the person's zoom and choice of curves stay.
+        is_log: a logarithmic y axis; values without a logarithm are left out.
+        revision: while it stays the same, so do the user's zoom and choice of curves.
         is_from_zero: the y axis begins at zero.
     """
     traces = [trace for number, curve in enumerate(curves) for trace in _trace_curve(curve, number)]
     figure = go.Figure(traces, _lay_out(x_title, y_title, revision))
     if not any(len(curve.xs) for curve in curves):
-        _say_nothing_yet(figure)
+        _show_no_data(figure)
     if is_from_zero:
         figure.update_yaxes(rangemode="tozero")
     if len(curves) > 1:
         figure.update_layout(showlegend=True, height=_HEIGHT + _LEGEND_HEIGHT * len(curves))
     if is_log:
-        # A zoom is kept in the axis's own numbers, which are logarithms here: it cannot outlive the change.
+        # The zoom is kept in the axis's values, logarithms here, so it cannot survive the change.
         figure.update_yaxes(type="log", uirevision=f"{revision} log", exponentformat="power")
     return figure
 
@@ -83,19 +84,19 @@ def draw_bars(
     figure = go.Figure(traces, _lay_out("", y_title, "bars"))
     figure.update_layout(showlegend=True, barmode="group", bargap=0.3)
     if line is not None:
-        figure.add_hline(y=line[1], line={"color": _TEXT, "dash": "dash"})
-        # Its name stands in the legend: beside the line it would stand on the bars.
-        figure.add_scatter(x=[None], y=[None], name=line[0], mode="lines", line={"color": _TEXT, "dash": "dash"})
+        figure.add_hline(y=line[1], line={"color": TEXT, "dash": "dash"})
+        # Its name is in the legend: next to the line it would cover the bars.
+        figure.add_scatter(x=[None], y=[None], name=line[0], mode="lines", line={"color": TEXT, "dash": "dash"})
         # A line of the layout does not count when the axis is fitted.
         highest = max((value for values in bars.values() for value in values if value is not None), default=0.0)
         figure.update_yaxes(range=[0, 1.15 * max(highest, line[1])])
     if not any(value is not None for values in bars.values() for value in values):
-        _say_nothing_yet(figure)
+        _show_no_data(figure)
     return figure
 
 
-def _say_nothing_yet(figure: go.Figure) -> None:
-    """Say so in place of axes: without points they would have numbers that mean nothing."""
+def _show_no_data(figure: go.Figure) -> None:
+    """Show a message in place of the axes, whose values would mean nothing."""
     figure.add_annotation(
         text="Nothing logged yet", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=14
     )
@@ -134,20 +135,33 @@ def _trace_curve(curve: Curve, number: int) -> list[go.Scatter]:
     return [raw, smoothed]
 
 
-def _lay_out(x_title: str, y_title: str, revision: str) -> dict:
+def lay_out(x_axis: dict[str, Any], y_axis: dict[str, Any], **properties: Any) -> dict[str, Any]:
+    """Return a layout that reads on light and on dark pages.
+
+    Args:
+        x_axis, y_axis: of Plotly's axes, more than all charts have.
+        properties: of Plotly's layout, likewise.
+    """
     axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True}
     return {
         "template": "none",
-        "height": _HEIGHT,
-        "margin": {"l": 56, "r": 12, "t": 12, "b": 48},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": _TEXT, "size": 12},
-        "hovermode": "x unified",
+        "font": {"color": TEXT, "size": 12},
         "hoverlabel": {"bgcolor": "#333", "bordercolor": "#333", "font": {"color": "#fff"}},
-        "showlegend": False,
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
-        "xaxis": axis | {"title": {"text": x_title, "standoff": 6}},
-        "yaxis": axis | {"title": {"text": y_title}},
-        "uirevision": revision or "constant",
-    }
+        "xaxis": axis | x_axis,
+        "yaxis": axis | y_axis,
+    } | properties
+
+
+def _lay_out(x_title: str, y_title: str, revision: str) -> dict[str, Any]:
+    return lay_out(
+        {"title": {"text": x_title, "standoff": 6}},
+        {"title": {"text": y_title}},
+        height=_HEIGHT,
+        margin={"l": 56, "r": 12, "t": 12, "b": 48},
+        hovermode="x unified",
+        showlegend=False,
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        uirevision=revision or "constant",
+    )

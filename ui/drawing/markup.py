@@ -1,4 +1,4 @@
-"""HTML that cannot be injected into: text is escaped wherever it enters, and only `tag` makes markup of it."""
+"""HTML that is safe against injection: all text is escaped, and only `tag` makes markup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .wording import NONE
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
-# Of each state of a run: what stands before the word, so that nobody needs colors to tell one from another.
+# An icon for each state, so that states can be told apart without color.
 _ICONS = {
     "queued": "\u25f7",
     "starting": "\u2026",
@@ -72,7 +72,7 @@ def table(
 
     Args:
         headers: text, or markup of `th` elements.
-        caption: what the table shows, for those who hear it.
+        caption: what the table shows, for screen readers.
         num_text: how many columns at the left are text; the others are numbers, and stand at the right.
         class_: `cards` shows each row as a card of its own on a phone.
     """
@@ -87,12 +87,12 @@ def table(
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Markup:
-    """Return short facts in a row, each with its name above it."""
+    """Return short facts in a row, each under its name."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs), class_="facts")
 
 
 def note(text: str, kind: str = "info") -> Markup:
-    """Return a sentence that a screen reader speaks when it comes; kind is info, warning or error."""
+    """Return a sentence that screen readers announce; kind is info, warning or error."""
     mark = {"info": "", "warning": "\u26a0" + _AS_TEXT + " ", "error": "\u2715" + _AS_TEXT + " "}[kind]
     return tag("p", mark, text, class_=f"note note-{kind}", role="alert" if kind == "error" else "status")
 

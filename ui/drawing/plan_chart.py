@@ -7,9 +7,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-_TEXT = "#7a7a7a"  # of lines; words take the page's own color where they are drawn
-_GRID = "rgba(128,128,128,0.25)"
-# Okabe and Ito's colors, and a pattern each, for those who see none.
+from .charts import TEXT, lay_out
+
+# Okabe and Ito's colors, each with a pattern.
 _PARTS = (
     ("base at rest", "#0072B2", ""),
     ("slots", "#E69F00", "/"),
@@ -60,12 +60,12 @@ def plan_chart(plan: Mapping[str, Any]) -> go.Figure:
                 x=[max(0, free_bytes - row["peak_bytes"]) / size for row in rows],
                 name="free",
                 orientation="h",
-                marker={"color": "rgba(128,128,128,0.12)", "line": {"color": _TEXT, "width": 0.5}},
+                marker={"color": "rgba(128,128,128,0.12)", "line": {"color": TEXT, "width": 0.5}},
                 hovertemplate=f"free: %{{x:.2f}} {unit}<extra></extra>",
             )
         )
     there_is = f"{free_bytes / 2**30:.1f} GiB for each rank"
-    figure = go.Figure(traces, _lay_out(len(rows), unit))
+    figure = go.Figure(traces, _lay_out(len(rows)))
     # Above the bar: on phones a label next to it would leave no room for the bar.
     for label, words in zip(labels, _describe(rows, free_bytes), strict=True):
         figure.add_annotation(
@@ -104,20 +104,14 @@ def _describe(rows: list[Mapping[str, Any]], free_bytes: int) -> list[str]:
     return words
 
 
-def _lay_out(num_rows: int, unit: str) -> dict[str, Any]:
-    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True}
-    return {
-        "template": "none",
-        "barmode": "stack",
-        "bargap": 0.62,
-        "height": 110 + 58 * num_rows,
-        "margin": {"l": 8, "r": 12, "t": 30, "b": 52},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": _TEXT, "size": 12},
-        "hoverlabel": {"bgcolor": "#333", "bordercolor": "#333", "font": {"color": "#fff"}},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        "xaxis": axis | {"fixedrange": True},
-        "yaxis": axis | {"autorange": "reversed", "showticklabels": False, "fixedrange": True},
-        "uirevision": "plan",
-    }
+def _lay_out(num_rows: int) -> dict[str, Any]:
+    return lay_out(
+        {"fixedrange": True},
+        {"autorange": "reversed", "showticklabels": False, "fixedrange": True},
+        barmode="stack",
+        bargap=0.62,
+        height=110 + 58 * num_rows,
+        margin={"l": 8, "r": 12, "t": 30, "b": 52},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        uirevision="plan",
+    )

@@ -1,1 +1,1 @@
-"""The options of a new run as a person gives them: fields, YAML, the same command, and what a browser may name."""
+"""The options of a new run: fields, YAML, the command, and which paths and code a browser may use."""

@@ -1,4 +1,4 @@
-"""What a form offers: models and datasets that are here already, and earlier runs. Reads folders alone."""
+"""Choices that the form offers: local models and datasets, and earlier runs. Only lists folders."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _read_time(path: Path) -> float:
-    """Return when a file was written; 0 where it is not there, or goes meanwhile."""
+    """Return when a file was written; 0 if it does not exist."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0

@@ -1,7 +1,7 @@
-"""What a browser may name: files and folders of few places, and no code of others.
+"""Which paths and which code the options of a browser may use.
 
-A browser is anybody who has reached the server. Options reach files by many doors (a dataset, a chat template, TRL's
-own options that take a file), and code by some: all are checked here, by what they hold and not only by their names.
+Anybody who reaches the server may send options. Many of them open files (a dataset, a chat template, TRL's options),
+and some run code. All are checked here, by their values and not only by their names.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _HUB_OPTIONS = frozenset(
 # A path if it is text at all. `accelerator_config` is a JSON file's where it is not the mapping itself.
 _PATH_OPTIONS = frozenset(("output_dir", "resume_from_checkpoint", "accelerator_config")) | _HUB_OPTIONS
 _DATASETS = ("dataset", "eval_dataset")
-# Words for people and models, and patterns of modules' names: nothing opens a file by them.
+# Free text, and patterns of module names: nothing opens a file by them.
 _FREE_TEXT = frozenset(
     ("sample_prompts", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "unit_paths")
     + ("optim_target_modules", "eos_token", "dataset_text_field", "run_name", "project")
 )
 _RESUMES = ("auto", "true", "false")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-# In any mapping that is handed on to a library.
+# In any mapping that is passed on to a library.
 _CODE_KEYS = ("trust_remote_code", "custom_generate", "remote_code", "use_kernels")
 _NAMED_REWARDS = re.compile(r"\w+")
 
 
 class Allowed:
-    """Which options a browser may set to what.
+    """The values that a browser may give to options.
 
     Args:
         root: the folder of the runs; everything in it may be read.
-        folders: others, as the person who started the server chose them.
+        folders: other folders, chosen by the user who started the server.
         trusts_code: whether models' own code and functions by import path may run.
     """
 
@@ -54,12 +54,12 @@ class Allowed:
         self.trusts_code = trusts_code
 
     def check(self, path: str, option: str) -> None:
-        """Refuse a path that leads elsewhere, by whatever links; ids of the hub pass where they are meant to.
+        """Refuse a path that leads elsewhere, with links resolved; Hub ids pass if the option takes them.
 
         Raises:
-            ConfigError: it lies outside, which is all that is told of it: not whether it is there.
+            ConfigError: it lies outside. The error does not reveal whether it exists.
         """
-        if "://" in path or "\0" in path:  # it may hold a password, so it is not repeated
+        if "://" in path or "\0" in path:  # may contain a password, so it is not repeated
             raise ConfigError(
                 option=option, expected="a path or a Hub id such as org/name", found="an address with '://'"
             )
@@ -81,10 +81,10 @@ class Allowed:
             )
 
     def check_options(self, values: Mapping[str, Any]) -> None:
-        """Refuse options that reach files or code which a browser may not.
+        """Refuse options that use files or code that are not allowed.
 
         Args:
-            values: of options by their true names, parsed.
+            values: of options by canonical names, parsed.
 
         Raises:
             ConfigError: the first that is refused.
@@ -133,7 +133,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _find_texts(value: Any) -> Iterator[str]:
-    """Yield every text in a value, those of keys too."""
+    """Yield every string in a value, also of keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -157,12 +157,12 @@ def _find_pairs(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_datasets_cache() -> str:
-    """Return where the datasets library keeps its own, which is slow to import."""
+    """Return the cache of the datasets library, which is slow to import."""
     return os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets")
 
 
 def _list_builders() -> list[str]:
-    """Return the names that the datasets library takes for its own readers of files, before it asks the hub."""
+    """Return the names that the datasets library resolves to its own builders before it asks the Hub."""
     spec = importlib.util.find_spec("datasets")
     if spec is None or spec.origin is None:
         return []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import gradio as gr
 
 from lorashard.errors import ConfigError
+from lorashard.runtime.gpus import list_gpus
 
 from ..app_context import AppContext
 from ..drawing.markup import Markup, link, note, tag
@@ -21,13 +23,26 @@ def make_choice() -> tuple[gr.Dropdown, gr.CheckboxGroup, gr.Number]:
     return run, gpus, ranks
 
 
-def find_adapters(context: AppContext, request: gr.Request) -> tuple[list[str], str]:
-    """Return the runs that have an adapter, and the one that the page's address names, or an empty text."""
+def open_page(
+    context: AppContext, request: gr.Request, advice: str, other: tuple[str, str], selects_gpus: bool = False
+) -> list[Any]:
+    """Return updates of what to do without an adapter, of the page's body, of the run and of the GPUs.
+
+    Args:
+        advice, other: as for `_draw_empty`.
+        selects_gpus: whether all GPUs are selected at first.
+    """
     names = [row.name for row in context.runs.list() if has_adapter(context.root / row.name)]
-    return names, request.query_params.get("run", "")
+    asked_for = request.query_params.get("run", "")
+    if not names or (asked_for and asked_for not in names):
+        empty = gr.update(value=_draw_empty(asked_for, names, advice, other), visible=True)
+        return [empty, gr.skip(), gr.skip(), gr.skip()]
+    ids = [gpu.index for gpu in list_gpus()]
+    gpus = gr.update(choices=[(f"GPU {i}", i) for i in ids], value=ids if selects_gpus else [], visible=bool(ids))
+    return [gr.skip(), gr.update(visible=True), gr.update(choices=names, value=asked_for or names[0]), gpus]
 
 
-def draw_empty(asked_for: str, names: Sequence[str], advice: str, other: tuple[str, str]) -> Markup:
+def _draw_empty(asked_for: str, names: Sequence[str], advice: str, other: tuple[str, str]) -> Markup:
     """Return what to do if there is no adapter.
 
     Args:

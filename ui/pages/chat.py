@@ -15,8 +15,8 @@ from lorashard.runtime.gpus import list_gpus
 from ..app_context import AppContext
 from ..drawing.markup import Markup, join, link, note, tag
 from ..running.chatting import Chat, End, Piece, Waiting
-from .adapters import draw_empty, find_adapters, find_device_words, make_choice
-from .refreshing import Parts, make_html, show_if_any
+from .adapters import find_device_words, make_choice, open_page
+from .refreshing import QUIET, Parts, make_html, show_if_any
 from .runs import draw_gpus
 
 _REFRESH_S = 1.0
@@ -64,17 +64,8 @@ def build(context: AppContext) -> None:
     parts = Parts(free=free, state=state)
     devices = [run, gpus, ranks]
 
-    def arrive(request: gr.Request) -> dict[Any, Any]:
-        names, asked_for = find_adapters(context, request)
-        if not names or (asked_for and asked_for not in names):
-            text = draw_empty(asked_for, names, "Train one, then chat with it here.", ("chat", "Choose another run"))
-            return {empty: gr.update(value=text, visible=True)}
-        ids = [gpu.index for gpu in list_gpus()]
-        return {
-            body: gr.update(visible=True),
-            run: gr.update(choices=names, value=asked_for or names[0]),
-            gpus: gr.update(choices=[(f"GPU {i}", i) for i in ids], value=ids, visible=bool(ids)),
-        }
+    def arrive(request: gr.Request) -> list[Any]:
+        return open_page(context, request, "Train one, then chat with it here.", ("chat", "Choose another run"), True)
 
     def refresh(seen: str, name: str | None) -> dict[Any, Any]:
         if not name:
@@ -160,18 +151,17 @@ def build(context: AppContext) -> None:
         cancel(name, request)
         return [_NO_TALK, show_if_any(""), *(draw_talk(source, []) for source in panes)]
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    refreshed = {"fn": refresh, "inputs": [parts.seen, run], "outputs": parts.outputs} | quiet
-    gr.on(None, arrive, None, [empty, body, run, gpus], **quiet).then(**refreshed)
+    refreshed = {"fn": refresh, "inputs": [parts.seen, run], "outputs": parts.outputs} | QUIET
+    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed)
     timer.tick(**refreshed)
-    load.click(begin_loading, devices, told, **quiet).then(**refreshed)
-    unload.click(end_loading, run, told, **quiet).then(**refreshed)
+    load.click(begin_loading, devices, told, **QUIET).then(**refreshed)
+    unload.click(end_loading, run, told, **QUIET).then(**refreshed)
     asked = [talks, question, *devices, asks_base, system, temperature, max_new_tokens, seed]
     changed = [question, send, stop, told, talks, *panes.values()]
-    gr.on([send.click, question.submit], answer, asked, changed, **quiet)
-    stop.click(cancel, run, None, **quiet)
-    reset.click(forget, run, [talks, told, *panes.values()], **quiet)
-    run.input(forget, run, [talks, told, *panes.values()], **quiet).then(**refreshed)
+    gr.on([send.click, question.submit], answer, asked, changed, **QUIET)
+    stop.click(cancel, run, None, **QUIET)
+    reset.click(forget, run, [talks, told, *panes.values()], **QUIET)
+    run.input(forget, run, [talks, told, *panes.values()], **QUIET).then(**refreshed)
 
 
 class Exchange:

@@ -19,7 +19,7 @@ from ..reading.comparing import differences
 from ..reading.places import show_paths
 from ..reading.runs import RunReader
 from .plotting import load_plotly, make_chart
-from .refreshing import Parts, make_html, show_if_any
+from .refreshing import QUIET, Parts, make_html, show_if_any
 
 _REFRESH_S = 4.0
 _MOST_RUNS = 12
@@ -82,10 +82,9 @@ def build(context: AppContext) -> None:
         names = list(dict.fromkeys(name for word in words for name in word.split(",") if name))
         return gr.update(choices=[row.name for row in context.runs.list()], value=names)
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     inputs = [parts.seen, runs, metric, axis, smoothing, is_log]
-    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | quiet
-    gr.on(None, read_names, None, runs, **quiet).then(**asked)
+    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | QUIET
+    gr.on(None, read_names, None, runs, **QUIET).then(**asked)
     timer.tick(**asked)
     for component in (runs, metric, axis):
         component.input(**asked)

@@ -11,7 +11,6 @@ import gradio as gr
 
 from lorashard.errors import ConfigError
 from lorashard.runtime.disk import show_bytes
-from lorashard.runtime.gpus import list_gpus
 
 from ..app_context import AppContext
 from ..drawing.markup import Markup, badge, link, note, table, tag
@@ -23,8 +22,8 @@ from ..reading.sanitize import show_safely
 from ..reading.summaries import find_quantization, read_options
 from ..running.jobs import Job, merge_words, push_words, verify_words
 from ..running.packing import find_adapter_run, pack_adapter
-from .adapters import draw_empty, find_adapters, find_device_words, make_choice
-from .refreshing import Parts, make_html, show_if_any
+from .adapters import find_device_words, make_choice, open_page
+from .refreshing import QUIET, Parts, make_html, show_if_any
 
 _REFRESH_S = 2.0
 _LOG_BYTES = 1 << 16
@@ -98,17 +97,8 @@ def build(context: AppContext) -> None:
     devices = [gpus, ranks]
     prepared = [download, download_told, out, merged_base]
 
-    def arrive(request: gr.Request) -> dict[Any, Any]:
-        names, asked_for = find_adapters(context, request)
-        if not names or (asked_for and asked_for not in names):
-            text = draw_empty(asked_for, names, "Train one, then export it here.", ("export", "Choose another run"))
-            return {empty: gr.update(value=text, visible=True)}
-        ids = [gpu.index for gpu in list_gpus()]
-        return {
-            body: gr.update(visible=True),
-            run: gr.update(choices=names, value=asked_for or names[0]),
-            gpus: gr.update(choices=[(f"GPU {i}", i) for i in ids], visible=bool(ids)),
-        }
+    def arrive(request: gr.Request) -> list[Any]:
+        return open_page(context, request, "Train one, then export it here.", ("export", "Choose another run"))
 
     def prepare(name: str | None) -> dict[Any, Any]:
         if not name:
@@ -189,18 +179,17 @@ def build(context: AppContext) -> None:
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    refreshed = {"fn": refresh, "inputs": [parts.seen, job], "outputs": parts.outputs} | quiet
-    packing = {"fn": prepare, "inputs": run, "outputs": prepared} | quiet
-    gr.on(None, arrive, None, [empty, body, run, gpus], **quiet).then(**refreshed).then(**packing)
+    refreshed = {"fn": refresh, "inputs": [parts.seen, job], "outputs": parts.outputs} | QUIET
+    packing = {"fn": prepare, "inputs": run, "outputs": prepared} | QUIET
+    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed).then(**packing)
     timer.tick(**refreshed)
     run.input(**packing)
     job.input(**refreshed)
     merging = [run, *devices, out, dtype, merge_repo, merge_private, merged_base]
-    merge.click(start_merge, merging, [merge_told, job], **quiet).then(**refreshed)
-    verify.click(start_verify, [run, *devices, merged], [verify_told, job], **quiet).then(**refreshed)
-    push.click(start_push, [run, repo, is_private], [push_told, job], **quiet).then(**refreshed)
-    cancel.click(end_job, job, cancel_told, **quiet).then(**refreshed)
+    merge.click(start_merge, merging, [merge_told, job], **QUIET).then(**refreshed)
+    verify.click(start_verify, [run, *devices, merged], [verify_told, job], **QUIET).then(**refreshed)
+    push.click(start_push, [run, repo, is_private], [push_told, job], **QUIET).then(**refreshed)
+    cancel.click(end_job, job, cancel_told, **QUIET).then(**refreshed)
 
 
 def draw_jobs(jobs: Sequence[Job]) -> Markup:

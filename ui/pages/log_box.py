@@ -1,4 +1,4 @@
-"""A log that stays at its end as it grows, unless somebody has scrolled up to read; the keyboard scrolls it too."""
+"""A log that stays scrolled to its end as it grows, unless the user has scrolled up; scrollable by keyboard too."""
 
 from __future__ import annotations
 

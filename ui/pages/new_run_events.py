@@ -49,10 +49,10 @@ from .new_run_updates import (
     update_fields,
 )
 from .plotting import CLASSES
+from .refreshing import QUIET
 
 _PREVIEW_ROWS = 3
 _GPUS_EVERY_S = 15
-_HIDDEN = {"show_progress": "hidden", "api_visibility": "private"}
 _OPEN_RUN = (
     "(name) => { if (name) setTimeout(() => { window.location.href = 'run?name=' + encodeURIComponent(name); }, 300); }"
 )
@@ -124,7 +124,7 @@ def bind(context: AppContext, parts: Parts) -> None:
     outputs = [shown, plan_question, preview_question, model_question, parts.command, parts.yaml, parts.summary]
     outputs += [parts.find, *inputs]
     refreshing: dict[str, Any] = {
-        "fn": refresh, "inputs": [shown, *inputs], "outputs": outputs, "trigger_mode": "always_last", **_HIDDEN,
+        "fn": refresh, "inputs": [shown, *inputs], "outputs": outputs, "trigger_mode": "always_last", **QUIET,
     }  # fmt: skip
     # Not `input`: Gradio's text fields do not send it for Backspace or pasted text.
     gr.on([field.change for field in inputs], **refreshing)
@@ -152,7 +152,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         ]
 
     plan_parts = [parts.plan_status, parts.plan_chart, parts.plan_notes]
-    plan_question.change(plan, plan_question, plan_parts, trigger_mode="always_last", **_HIDDEN)
+    plan_question.change(plan, plan_question, plan_parts, trigger_mode="always_last", **QUIET)
 
     def describe_model(name: str | None) -> str:
         if not name:
@@ -162,7 +162,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         except ConfigError as error:
             return markup.note(str(error), "error")
 
-    model_question.change(describe_model, model_question, parts.model_note, trigger_mode="always_last", **_HIDDEN)
+    model_question.change(describe_model, model_question, parts.model_note, trigger_mode="always_last", **QUIET)
 
     def preview(question: tuple[str, list[str]] | None) -> Iterator[list[Any]]:
         if question is None:
@@ -186,7 +186,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         yield [describe_rows(rows), gr.update(value=highlight(rows), visible=True)]
 
     preview_question.change(
-        preview, preview_question, [parts.preview_status, parts.preview], trigger_mode="always_last", **_HIDDEN
+        preview, preview_question, [parts.preview_status, parts.preview], trigger_mode="always_last", **QUIET
     )
 
     def check(*values: Any) -> Iterator[Any]:
@@ -206,7 +206,7 @@ def bind(context: AppContext, parts: Parts) -> None:
             lines.append(f"\u2715 {show_paths(str(error))}")
         yield gr.update(value="\n".join(lines), visible=True)
 
-    parts.check.click(check, inputs, parts.checked, trigger_mode="once", **_HIDDEN)
+    parts.check.click(check, inputs, parts.checked, trigger_mode="once", **QUIET)
 
     def start(*values: Any) -> Iterator[list[Any]]:
         form = read(values)
@@ -222,7 +222,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         link = markup.link("run", form.name, name=form.name)
         yield [form.name, markup.tag("p", "Started: ", link, class_="note", role="status")]
 
-    starting = parts.start.click(start, inputs, [started, parts.summary], trigger_mode="once", **_HIDDEN)
+    starting = parts.start.click(start, inputs, [started, parts.summary], trigger_mode="once", **QUIET)
     starting.then(None, started, None, js=_OPEN_RUN)
 
     def fill(values: Mapping[str, Any], said: str) -> list[Any]:
@@ -249,8 +249,8 @@ def bind(context: AppContext, parts: Parts) -> None:
             return refuse(error)
 
     filled = [parts.loaded, *inputs]
-    parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **_HIDDEN)
-    parts.source.input(clone, parts.source, filled, trigger_mode="always_last", **_HIDDEN)
+    parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **QUIET)
+    parts.source.input(clone, parts.source, filled, trigger_mode="always_last", **QUIET)
 
     def keep(path: str | None) -> list[Any]:
         try:
@@ -260,7 +260,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         return [markup.note(f"{kept.name} is stored with the runs."), gr.update(value=write_path(str(kept)))]
 
     dataset = parts.fields["dataset"]
-    parts.upload.upload(keep, parts.upload, [parts.loaded, dataset], trigger_mode="always_last", **_HIDDEN)
+    parts.upload.upload(keep, parts.upload, [parts.loaded, dataset], trigger_mode="always_last", **QUIET)
 
     def add_option(name: str | None, more: str, method: str) -> list[Any]:
         option = list_choosable(METHODS[method or "sft"]).get(name or "")
@@ -274,7 +274,7 @@ def bind(context: AppContext, parts: Parts) -> None:
         ]
 
     more = parts.fields[MORE]
-    parts.find.input(add_option, [parts.find, more, parts.fields["method"]], [parts.find, more], **_HIDDEN)
+    parts.find.input(add_option, [parts.find, more, parts.fields["method"]], [parts.find, more], **QUIET)
 
     def arrive(request: gr.Request) -> list[Any]:
         source, runs = request.query_params.get("from"), list_runs(context.root)
@@ -286,7 +286,7 @@ def bind(context: AppContext, parts: Parts) -> None:
 
     page = gr.context.Context.root_block
     assert page is not None
-    page.load(arrive, None, [parts.source, *filled], **_HIDDEN).then(**refreshing)
+    page.load(arrive, None, [parts.source, *filled], **QUIET).then(**refreshing)
     if list_gpus():
         timer = gr.Timer(_GPUS_EVERY_S)
-        timer.tick(lambda: gr.update(choices=list_gpu_choices(list_gpus())), None, parts.fields["gpus"], **_HIDDEN)
+        timer.tick(lambda: gr.update(choices=list_gpu_choices(list_gpus())), None, parts.fields["gpus"], **QUIET)

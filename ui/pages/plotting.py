@@ -1,4 +1,4 @@
-"""Charts that stay as the person has zoomed them while new points come.
+"""Charts that keep the user's zoom while new points arrive.
 
 `gr.Plot` draws a new chart for each new value: the zoom is lost every time, and the page flickers. So a chart is a
 `gr.HTML` here whose script hands each new figure to the Plotly that Gradio has loaded for a `gr.Plot`. The script also
@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from ..drawing.markup import tag
 
-# Of the colors of curves, those that are too dark on black, and what stands for them there.
+# Colors of curves that are too dark on black, and their replacements there.
 _ON_BLACK = {"#0072B2": "#3E9BDC", "#3A94C6": "#9AD3F5"}
 
 CLASSES = ("markup", "chart-block")

@@ -1,7 +1,6 @@
-"""Sends a browser what changed since it was last sent something, and nothing else.
+"""Refresh a page: send the browser what has changed since the last refresh, and nothing else.
 
-What a browser has is kept in the page itself, as a digest of each part: the server may be started again, and a page
-that was open before goes on as if nothing had been.
+The page itself keeps a digest of each part that it shows, so that an open page survives a restart of the server.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ from typing import Any
 import gradio as gr
 import plotly.graph_objects as go
 
+# Of an event: no spinner over what it changes, and no endpoint for programs.
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+
 
 class Parts:
     """The components of a page that are refreshed, by name."""
@@ -24,11 +26,11 @@ class Parts:
 
     @property
     def outputs(self) -> list[Any]:
-        """What a handler that returns `send`'s answer has for outputs."""
+        """The outputs of a handler that returns the result of `send`."""
         return [self.seen, *self._components.values()]
 
     def send(self, seen: str, values: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return, for Gradio, those values that the browser does not have already.
+        """Return, for Gradio, the values that the browser does not have yet.
 
         Args:
             seen: the value of `self.seen`.
@@ -47,10 +49,10 @@ class Parts:
 
 
 def make_html(value: str = "", js_on_load: str | None = None, visible: bool = True) -> gr.HTML:
-    """Return a place for `markup`, which looks as `style` has it and not as Gradio would have prose."""
+    """Return a component for markup, styled by `style` and not as Gradio's prose."""
     return gr.HTML(value, js_on_load=js_on_load, visible=visible, apply_default_css=False, elem_classes="markup")
 
 
 def show_if_any(text: str) -> dict[str, Any]:
-    """Return an update with a text, which is hidden where there is none: an empty component still takes room."""
+    """Return an update with a text, hidden if it is empty: an empty component still takes space."""
     return gr.update(value=text, visible=bool(text))

@@ -18,7 +18,7 @@ from ..reading.states import LAUNCHER_LOG
 from . import run_controls, run_markup
 from .log_box import make_log
 from .plotting import load_plotly, make_chart
-from .refreshing import Parts, make_html, show_if_any
+from .refreshing import QUIET, Parts, make_html, show_if_any
 from .run_markup import ALL_PROMPTS
 
 _LIVE_S = 2.0
@@ -120,15 +120,14 @@ def build(context: AppContext) -> None:
             values = {"missing": show_if_any(run_markup.draw_missing(name)), "body": gr.update(visible=False)}
         return parts.send(seen, values)
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    asked = {"fn": partial(refresh, is_asked=True), "inputs": inputs, "outputs": parts.outputs} | quiet
+    asked = {"fn": partial(refresh, is_asked=True), "inputs": inputs, "outputs": parts.outputs} | QUIET
 
     def read_name(request: gr.Request) -> tuple[str, Any]:
         asked_for = request.query_params.get("name", "")
         return asked_for, gr.skip() if asked_for else show_if_any(run_markup.draw_missing(""))
 
-    gr.on(None, read_name, None, [name, missing], **quiet).then(**asked)
-    timer.tick(refresh, inputs, parts.outputs, **quiet)
+    gr.on(None, read_name, None, [name, missing], **QUIET).then(**asked)
+    timer.tick(refresh, inputs, parts.outputs, **QUIET)
     tabs = {"curves": curves_tab, "ranks": ranks_tab, "logs": logs_tab, "samples": samples_tab, "setup": setup_tab}
     for key, tab in tabs.items():
         tab.select(None, None, shown, js=f"() => '{key}'", show_progress="hidden").then(**asked)

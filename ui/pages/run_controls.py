@@ -16,7 +16,7 @@ from ..reading.summaries import Summary
 from ..running import control
 from ..running.packing import has_adapter
 from . import run_markup
-from .refreshing import make_html, show_if_any
+from .refreshing import QUIET, make_html, show_if_any
 
 
 class Controls:
@@ -65,7 +65,6 @@ class Controls:
             refresh: what an event is given for it.
         """
         root = self._context.root
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
         def press(word: str, act: Callable[[str], None]) -> Callable[[str], str]:
             def handle(name: str) -> str:
@@ -87,7 +86,7 @@ class Controls:
             "resume": (self._resume, self._context.resume_run),
         }
         for word, (button, act) in actions.items():
-            button.click(press(word, act), self._name, self.pressed, **quiet).then(**refresh)
+            button.click(press(word, act), self._name, self.pressed, **QUIET).then(**refresh)
 
         def delete(name: str, typed: str) -> tuple[str, Any]:
             if typed.strip() != name:
@@ -96,7 +95,7 @@ class Controls:
             return press("delete", self._context.delete_run)(name), gr.update(visible=False)
 
         outputs = [self.pressed, self._delete_question]
-        gr.on([self._delete.click, self._typed.submit], delete, [self._name, self._typed], outputs, **quiet).then(
+        gr.on([self._delete.click, self._typed.submit], delete, [self._name, self._typed], outputs, **QUIET).then(
             **refresh
         )
         _toggle(self._ask_stop_now, self._stop_now_question, True)
@@ -124,6 +123,4 @@ def show_controls(context: AppContext, reader: RunReader, summary: Summary, pres
 
 
 def _toggle(button: gr.Button, question: gr.Group, is_visible: bool) -> None:
-    button.click(
-        lambda: gr.update(visible=is_visible), None, question, show_progress="hidden", api_visibility="private"
-    )
+    button.click(lambda: gr.update(visible=is_visible), None, question, **QUIET)

@@ -18,7 +18,7 @@ from ..drawing.markup import Markup, badge, link, note, table, tag
 from ..drawing.wording import show_count, show_duration, show_number, show_time
 from ..reading.places import show_paths, write_path
 from ..reading.summaries import Summary
-from .refreshing import Parts, make_html
+from .refreshing import QUIET, Parts, make_html
 
 _REFRESH_S = 3.0
 _MOST_ROWS = 200
@@ -96,13 +96,12 @@ def build(context: AppContext) -> None:
     def sort(order: str, event: gr.EventData) -> str:
         return json.dumps(choose_order(json.loads(order), str(event.column)))
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | quiet
-    gr.on(None, lambda: None, **quiet).then(**asked)  # without inputs: when the page is opened, and only then
+    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | QUIET
+    gr.on(None, lambda: None, **QUIET).then(**asked)  # without inputs: when the page is opened, and only then
     timer.tick(**asked)
     text.change(**asked)
     state.input(**asked)
-    runs.sort(sort, order, order, **quiet).then(**asked)
+    runs.sort(sort, order, order, **QUIET).then(**asked)
 
 
 def _read_wait(context: AppContext, name: str) -> str:

@@ -1,6 +1,6 @@
-"""Processes that the web UI has started, told from others by when they began, and those that somebody has stopped.
+"""The files of processes that `running.detached` started, and which processes of a run are suspended.
 
-`running.detached` starts them, and waits for the end of each in a process of its own.
+A process is identified by its PID and its start time, so that a reused PID is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PROCESS_NAME = ".launcher.json"  # in a run's folder
 
 @dataclass(frozen=True)
 class Launch:
-    """A process that was started, as the file tells that was left of it.
+    """A process that was started, from its file.
 
     Attributes:
-        begin_s: when it was started; 0 where nothing was.
-        process: it, while it lives.
-        is_over: whether it has ended and all is written that will be; before that its exit code may be still to come.
+        begin_s: when it was started; 0 if nothing was.
+        process: the process while it is alive.
+        is_over: whether it has ended and its exit code is written, if it ever will be.
     """
 
     begin_s: float
@@ -35,7 +35,7 @@ class Launch:
 
 
 def read_launch(process_file: Path, exit_file: Path) -> Launch:
-    """Return what was started last, by the files that `running.detached` leaves."""
+    """Return the process that was started last, from the files that `running.detached` writes."""
     said = read_json(process_file)
     begin_s = to_finite(said.get("begin_s")) or 0.0
     process = _find_process(said.get("pid"), begin_s)
@@ -46,12 +46,12 @@ def read_launch(process_file: Path, exit_file: Path) -> Launch:
 def _find_process(pid: Any, begin_s: float) -> psutil.Process | None:
     try:
         return find_process(int(pid), begin_s)
-    except (TypeError, ValueError, OverflowError):  # what a file that is damaged says
+    except (TypeError, ValueError, OverflowError):  # a damaged file
         return None
 
 
 def find_stopped(owner: Owner | None) -> list[int]:
-    """Return the run's processes on this machine that a signal or a debugger has stopped."""
+    """Return the PIDs of the run's processes on this machine that a signal or a debugger has suspended."""
     if owner is None or owner.pid is None or not owner.is_here:
         return []
     try:

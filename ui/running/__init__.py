@@ -1,1 +1,1 @@
-"""What the server starts and signals: runs, jobs, chats and workers, each a process of its own."""
+"""Processes that the server starts and signals: runs, jobs, chats and workers. No Gradio, no torch."""

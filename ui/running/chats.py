@@ -1,4 +1,4 @@
-"""The models that are loaded to talk to: one a run, and few at a time."""
+"""The models that are loaded for the chat: one for each run, and few at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_LOADED = 2
 
 
 class Chats:
-    """The models that are loaded, each for one run. Safe to use from several threads."""
+    """The loaded models, each of one run. Safe to use from several threads."""
 
     def __init__(self, root: Path, idle_s: float = _IDLE_S, max_loaded: int = _MAX_LOADED) -> None:
-        """Make it, with nothing loaded.
+        """Start with nothing loaded.
 
         Args:
             root: the folder of the runs.
-            idle_s: a model that nobody has asked for so long is unloaded.
+            idle_s: a model is unloaded after so long without a question.
             max_loaded: how many may be loaded at a time.
         """
         self._root = root
@@ -34,7 +34,7 @@ class Chats:
         self._chats: dict[str, Chat] = {}
 
     def load(self, name: str, device_words: Sequence[str] = ()) -> Chat:
-        """Return the run's model, which loads if it has not been loaded.
+        """Return the run's model; start loading it if it is not loaded.
 
         Args:
             device_words: of `lorashard chat`: `--gpus 0,2` or `--cpu 2`; none: all GPUs.
@@ -46,7 +46,7 @@ class Chats:
         ChatOptions.read([str(folder), *device_words])
         left = self.find(name)
         if left is not None and not left.is_alive:
-            left.wait()  # until what it held is free
+            left.wait()  # until its memory is free
         with self._lock:
             there = self._chats.get(name)
             if there is not None and there.is_alive:
@@ -72,12 +72,12 @@ class Chats:
             return self._chats.get(name)
 
     def list(self) -> list[Chat]:
-        """Return the models that are loaded or load."""
+        """Return the models that are loaded or loading."""
         with self._lock:
             return [chat for chat in self._chats.values() if chat.is_alive]
 
     def close(self) -> None:
-        """Unload all, and wait until they are gone."""
+        """Unload all, and wait until their processes have ended."""
         chats = self.list()
         for chat in chats:
             chat.unload("the server has ended")

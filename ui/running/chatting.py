@@ -1,6 +1,6 @@
-"""A model that is loaded to talk to: a process, which all browsers share and which ends with the server.
+"""A model loaded for the chat: a process that all browsers share and that ends with the server.
 
-A process is `lorashard chat RUN --json`. It learns from its pipes, which the kernel closes, that the server is gone.
+The process is `lorashard chat RUN --json`. It ends when the kernel closes its pipes, even if the server was killed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ State = Literal["loading", "ready", "answering", "ended"]
 
 @dataclass(frozen=True)
 class Piece:
-    """More of an answer."""
+    """The next part of an answer."""
 
     source: str
     text: str
@@ -56,7 +56,7 @@ class End:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why nothing is answered yet."""
+    """Why there is no answer yet."""
 
     sentence: str
 
@@ -66,7 +66,7 @@ Event = Piece | End | Waiting
 
 @dataclass(eq=False)
 class _Turn:
-    """A question, from when it waits until its last answer has ended."""
+    """A question, from when it is queued until its last answer has ended."""
 
     asker: str
     open_sources: set[str]
@@ -75,7 +75,7 @@ class _Turn:
 
 
 class Chat:
-    """A run's model in a process of its own. It answers one question at a time; others wait and are told."""
+    """A run's model in a process of its own. It answers one question at a time; others wait and see why."""
 
     def __init__(self, name: str, folder: Path, device_words: Sequence[str], idle_s: float) -> None:
         self.name = name
@@ -106,12 +106,12 @@ class Chat:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is loaded or loads."""
+        """Whether it is loaded or loading."""
         return self._process.poll() is None and self._unload_s is None
 
     @property
     def is_unloaded(self) -> bool:
-        """Whether it has ended because that was wanted."""
+        """Whether it was unloaded on purpose."""
         return self._unload_s is not None
 
     @property
@@ -125,7 +125,7 @@ class Chat:
             return "ready" if self._turn is None else "answering"
 
     def describe(self) -> str:
-        """Return a sentence for the person: how it loads, where it rests, or why it has ended."""
+        """Return a sentence for the user: the state of loading, the placement, or why it has ended."""
         state = self.state
         with self._changed:
             if state == "ended":
@@ -139,17 +139,17 @@ class Chat:
     def answer(
         self, asker: str, talks: Mapping[str, Sequence[Mapping[str, str]]], settings: Mapping[str, Any]
     ) -> Iterator[Event]:
-        """Ask, and return what comes: for what one waits, then the answers of each source in turn.
+        """Ask, and yield why one has to wait, then the answers of each source in turn.
 
-        Whoever stops listening cancels the answer.
+        Closing the iterator cancels the answer.
 
         Args:
-            asker: whose question it is, for `cancel`.
-            talks: by source (`base`, `adapter`): messages; without a chat template the last is a text to go on with.
+            asker: identifies who asks, for `cancel`.
+            talks: by source (`base`, `adapter`): messages; without a chat template, the last is a prompt to complete.
             settings: as in a request to `lorashard chat --json`.
 
         Raises:
-            ConfigError: it is refused, or the process has ended.
+            ConfigError: the question is refused, or the process has ended.
         """
         turn = _Turn(asker, set(talks))
         with self._changed:
@@ -162,7 +162,7 @@ class Chat:
             self._leave(turn)
 
     def cancel(self, asker: str) -> None:
-        """End what this asker is being answered, or waits for."""
+        """Cancel this asker's answers and waiting questions."""
         with self._changed:
             for turn in [*self._waiting, self._turn]:
                 if turn is not None and turn.asker == asker:
@@ -172,7 +172,7 @@ class Chat:
             self._changed.notify_all()
 
     def unload(self, reason: str = "unloaded") -> None:
-        """Begin to end the process, whatever it does."""
+        """Start to end the process, whatever it does."""
         with self._changed:
             if self._unload_s is not None:
                 return
@@ -189,7 +189,7 @@ class Chat:
     def _begin(
         self, turn: _Turn, talks: Mapping[str, Sequence[Mapping[str, str]]], settings: Mapping[str, Any]
     ) -> str | None:
-        """Send a question if it is its turn; else say, after some time, for what it waits."""
+        """Send a question if it is its turn; otherwise return, after some time, what it waits for."""
         with self._changed:
             is_free = self._is_ready and self._turn is None
             if not is_free and self._end_reason is None and not turn.is_canceled:
@@ -222,12 +222,12 @@ class Chat:
         self._used_s = time.monotonic()
         if self._process.stdin.closed:
             return
-        with suppress(BrokenPipeError):  # it has ended, as its stdout will tell
+        with suppress(BrokenPipeError):  # it has ended, as reading its stdout shows
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
     def _hear(self) -> None:
-        """Take what the process answers."""
+        """Read the answers of the process."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
@@ -264,7 +264,7 @@ class Chat:
             self._turn = None
 
     def _note(self) -> None:
-        """Keep the last lines that the process says of itself."""
+        """Keep the last lines that the process logs."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._keep(line)
@@ -275,17 +275,17 @@ class Chat:
                 self._lines.append(text)
 
     def _watch(self) -> None:
-        """Unload what nobody uses, kill what does not end, and tell those who wait when it has ended."""
+        """Unload an idle model, kill a process that does not end, and wake those who wait once it has ended."""
         while self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_WATCH_INTERVAL_S)
             now_s = time.monotonic()
             if self._unload_s is not None and now_s > self._unload_s + _GRACE_S:
-                self._process.kill()  # its ranks die with it
+                self._process.kill()  # its ranks end with it
             elif self.state == "ready" and now_s > self._used_s + self._idle_s:
                 self.unload(f"unloaded after {self._idle_s / 60:.0f} minutes without a question")
         for reader in self._readers:
-            reader.join(_READ_S)  # unless what it started and left holds the pipe
+            reader.join(_READ_S)  # unless a child that outlived it holds the pipe
         with self._changed:
             self._end_reason = self._end_reason or self._explain_end(self._process.returncode)
             if self._turn is not None:
@@ -310,7 +310,7 @@ class Chat:
 
 
 def _join_pieces(events: SimpleQueue[Event | ConfigError | None]) -> Iterator[Event]:
-    """Return events as they come; pieces that came while nobody listened are one."""
+    """Yield events as they come; pieces that came meanwhile are joined."""
     piece: Piece | None = None
     while True:
         if piece is not None and events.empty():

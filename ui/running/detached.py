@@ -1,7 +1,7 @@
-"""Processes that outlive the web UI: each has a session of its own, and its exit code is left in a file.
+"""Processes that outlive the web UI: each has a session of its own, and its exit code is written to a file.
 
-`start` runs this file as a script. The script becomes two processes: one that ends once the command runs, so that
-nothing is left of it to wait for, and one that waits for the command's end. Imports the standard library alone.
+`start` runs this file as a script, which forks: one process ends once the command runs, so that the server has no
+zombie to wait for, and the other waits for the command's end. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What belongs to the server, to a launcher around it or to a run's own processes, and would mislead a command.
+# Variables of the server, of a launcher around it, or of a run's own processes, which a command must not inherit.
 _OTHERS_PREFIXES = ("GRADIO_", "TORCHELASTIC_", "ACCELERATE_")
 _OTHERS_VARIABLES = (
     "RANK",
@@ -60,7 +60,7 @@ def start(
 
 
 def build_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what belongs to the server alone."""
+    """Return the environment without the server's own variables."""
     return {
         name: value
         for name, value in environ.items()
@@ -69,16 +69,16 @@ def build_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Be the script: start the command, and wait for it."""
+    """Start the command, and wait for it."""
     log, exit_file, process_file, *command = sys.argv[1:]
     is_started, say_started = os.pipe()
     if os.fork():
         os.close(say_started)
-        os.read(is_started, 1)  # ends too when the other does
+        os.read(is_started, 1)  # also returns when the other process ends
         return
     os.close(is_started)
     os.setsid()
-    # A server under nohup ignores hang-ups, and one in the background of a shell Ctrl-C: its runs shall hear theirs.
+    # A server under nohup ignores SIGHUP, and one in a shell's background SIGINT; its runs must not.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _replace(path: str, content: dict[str, Any]) -> None:
-    """Write a file, all of it or nothing; a folder that is gone wants it no more."""
+    """Write a file atomically; do nothing if its folder has been deleted."""
     partial = f"{path}.partial"
     try:
         with open(partial, "w", encoding="utf-8") as file:

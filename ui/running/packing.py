@@ -1,4 +1,4 @@
-"""An adapter as one file to download: what PEFT and its tokenizer need, and nothing else of a run's folder."""
+"""An adapter as one file to download: the files of PEFT and the tokenizer, and nothing else of a run's folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MORE = (
 
 
 def has_adapter(folder: Path) -> bool:
-    """Tell whether a run's folder has an adapter: its last, or one in a checkpoint."""
+    """Return whether a run's folder has an adapter: the final one, or one in a checkpoint."""
     return (folder / "adapter_config.json").is_file() or bool(list_checkpoints(folder))
 
 
@@ -51,21 +51,21 @@ def find_adapter_run(root: Path, name: str | None) -> Path:
 
 
 def list_adapter_files(run_folder: Path) -> list[Path]:
-    """Return the files of a run's adapter: of its last, or else of its newest whole checkpoint.
+    """Return the files of a run's adapter: the final one, or that of the newest complete checkpoint.
 
     Raises:
         ConfigError: it has none.
     """
     folder: Path | None = run_folder
-    if not _is_whole(run_folder):
+    if not _is_complete(run_folder):
         folder = find_newest(run_folder)
-    if folder is None or not _is_whole(folder):
+    if folder is None or not _is_complete(folder):
         raise ConfigError(f"{run_folder.name} has no adapter yet", fix=_WAIT)
     return [folder / name for name in (*_NEEDED, *_MORE) if _is_plain(folder / name)]
 
 
 def pack_adapter(run_folder: Path, folder: Path) -> Path:
-    """Return a zip of a run's adapter in `folder`, which is made anew where the adapter is another.
+    """Return a zip of a run's adapter in `folder`; write it again if the adapter has changed.
 
     Raises:
         ConfigError: it has no adapter.
@@ -88,10 +88,10 @@ def pack_adapter(run_folder: Path, folder: Path) -> Path:
     return out
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     return all(_is_plain(folder / name) for name in _NEEDED)
 
 
 def _is_plain(path: Path) -> bool:
-    """Tell whether it is a file itself, and no link, which may lead out of the folder."""
+    """Return whether it is a regular file and not a link, which may lead out of the folder."""
     return path.is_file() and not path.is_symlink()

@@ -1,8 +1,11 @@
-"""Asks lorashard what needs torch, in processes of their own: this server has none, and holds no memory of a GPU.
+"""Run what needs torch in processes of their own: the server does not import it, and holds no GPU memory.
 
-A process begins with the first question (seconds, while torch is loaded) and answers the next ones at once. It ends by
-itself when nobody asks for a while, with the server, and by `close`, which whoever starts a run calls first: a process
-that has planned for GPUs keeps some of their memory. Questions and answers are lines of JSON through pipes.
+A process starts with the first question (seconds, while torch is imported) and answers the next ones at once. It ends
+when it has been idle for a while, with the server, and by `close`, which is called before a run starts: a process that
+has planned for GPUs keeps some of their memory. Questions and answers are JSON messages through pipes.
+
+A pool of a library (loky, `concurrent.futures`) does not fit: an answer may come line by line, and is canceled by
+killing the process.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from lorashard.errors import ConfigError
@@ -64,7 +68,7 @@ class Worker:
             words: of the command line, such as `["--model_name_or_path", "org/model"]`.
 
         Raises:
-            ConfigError: what the command would say, or that the process has ended or does not answer.
+            ConfigError: that of the command; or the process has ended or does not answer.
         """
         return self._ask("plan", list(words))
 
@@ -85,7 +89,7 @@ class Worker:
         return self._ask("describe_model", name, revision)
 
     def validate(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield a line for each thing that is right.
+        """Yield a line for each check that passed.
 
         Raises:
             ConfigError: the first that is wrong; or as `plan`.
@@ -95,7 +99,7 @@ class Worker:
                 yield message["line"]
 
     def close(self) -> None:
-        """End the processes, and with them what they hold of GPUs. The next question starts new ones."""
+        """End the processes, which frees their GPU memory. The next question starts new ones."""
         self._quick.close()
         self._slow.close()
         with self._lock:
@@ -129,13 +133,14 @@ class _Process:
         self._closing = threading.Lock()
         self._is_closing = False
         self._num_closings = 0
-        self._buffer = b""
+        self._questions: Connection | None = None
+        self._answers: Connection | None = None
 
     def ask(self, question: Sequence[Any], timeout_s: float) -> Iterator[dict[str, Any]]:
         """Yield the messages that answer a question; the last is its answer.
 
         Raises:
-            ConfigError: the question was wrong, or the process ended or did not answer in time.
+            ConfigError: the answer, or the process ended or did not answer in time.
         """
         what = {"describe_model": "the model's size", "validate": "the check"}.get(question[0], f"the {question[0]}")
         num_closings = self._num_closings
@@ -144,30 +149,27 @@ class _Process:
             try:
                 process = self._start() if num_closings == self._num_closings else None
                 if process is None or self._is_closing:  # it may have begun after `close` had looked
-                    raise ConfigError(f"{what} was not asked for any more, since a run was started: try again")
-                assert process.stdin is not None
-                try:
-                    process.stdin.write(json.dumps(question).encode() + b"\n")
-                    process.stdin.flush()
-                except OSError:
-                    raise ConfigError(f"{what} cannot be told: {self._explain_end(process)}") from None
+                    raise ConfigError(f"{what} was canceled, since a run was started", fix="try again")
+                assert self._questions is not None
+                with suppress(OSError):  # it has ended, as reading shows
+                    self._questions.send_bytes(json.dumps(question).encode())
                 end_s = time.monotonic() + timeout_s
                 while True:
                     message = self._read(process, end_s, what, timeout_s)
                     if "error" in message:
                         is_over = True
-                        raise ConfigError(message["error"])
+                        raise ConfigError(**{name: value for name, value in message["error"].items() if name != "type"})
                     is_over = "answer" in message
                     yield message
                     if is_over:
                         return
-            finally:  # also where nobody reads on: the rest of this answer is no answer to the next question
+            finally:  # also if nobody reads on: the rest of this answer must not answer the next question
                 self._last_s = time.monotonic()
                 if not is_over:
                     self._end()
 
     def close(self) -> None:
-        """End the process, whatever it does, and turn away the questions that wait for it."""
+        """End the process, whatever it does, and refuse the questions that wait for it."""
         with self._closing:
             self._is_closing = True
             self._num_closings += 1
@@ -193,22 +195,21 @@ class _Process:
                 stderr=self._errors,
                 env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
             )
-            self._buffer = b""
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._questions = Connection(os.dup(self._process.stdin.fileno()), readable=False)
+            self._answers = Connection(os.dup(self._process.stdout.fileno()), writable=False)
+            self._process.stdin.close()
+            self._process.stdout.close()
         return self._process
 
     def _read(self, process: subprocess.Popen[bytes], end_s: float, what: str, timeout_s: float) -> dict[str, Any]:
-        assert process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, end_s - time.monotonic())):
-                    raise ConfigError(f"{what} took more than {timeout_s:.0f} s and was given up: try again")
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise ConfigError(f"{what} cannot be told: {self._explain_end(process)}")
-                self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+        assert self._answers is not None
+        if not self._answers.poll(max(0.0, end_s - time.monotonic())):
+            raise ConfigError(f"{what} took more than {timeout_s:.0f} s and was canceled", fix="try again")
+        try:
+            return json.loads(self._answers.recv_bytes())
+        except (EOFError, OSError):
+            raise ConfigError(f"{what} failed: {self._explain_end(process)}", fix="try again") from None
 
     def _explain_end(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
@@ -220,20 +221,13 @@ class _Process:
             if not self._is_closing:
                 _log.warning("the worker ended %s:\n%s", how, said)
             last = f" ({said.splitlines()[-1]})" if said else ""
-        return f"the process that finds it out ended {how}{last}: try again"
+        return f"its process ended {how}{last}"
 
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            for pipe in (self._questions, self._answers, self._errors):
                 if pipe is not None:
-                    _close_quietly(pipe)
-        self._process = self._errors = None
-
-
-def _close_quietly(pipe: IO[bytes]) -> None:
-    try:
-        pipe.close()
-    except BrokenPipeError:  # what was not yet written to a process that is gone
-        return
+                    pipe.close()
+        self._process = self._errors = self._questions = self._answers = None

@@ -1,4 +1,4 @@
-"""The process that a `worker` asks: lines of JSON come in, and lines of JSON answer them. Answers import torch."""
+"""The process of a `worker`: answers the questions that come through its stdin. Answers import torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lorashard.errors import UserError
@@ -60,39 +61,42 @@ def _answer_validate(words: list[str]) -> Iterator[str]:
 
 
 def _serve(idle_s: float) -> None:
-    """Answer until nobody asks any more, or the server is gone, which the end of the input tells."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what libraries print is no answer
-    questions: queue.Queue[bytes] = queue.Queue()
+    """Answer until no question has come for `idle_s`, or the server is gone."""
+    answers = Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)  # libraries may print
+
+    def send(message: dict[str, Any]) -> None:
+        answers.send_bytes(json.dumps(message).encode())
+
+    questions: queue.Queue[list[Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(questions,), daemon=True).start()
-
-    def say(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
-
     while True:
         try:
-            question = json.loads(questions.get(timeout=idle_s))
+            name, *arguments = questions.get(timeout=idle_s)
         except queue.Empty:
-            os._exit(0)  # the thread that listens cannot be ended otherwise
+            os._exit(0)  # the listening thread cannot be ended otherwise
         try:
-            answer = _ANSWERS[question[0]](*question[1:])
+            answer = _ANSWERS[name](*arguments)
             if isinstance(answer, Iterator):
                 for line in answer:
-                    say({"line": line})
+                    send({"line": line})
                 answer = None
-            say({"answer": answer})
+            send({"answer": answer})
         except UserError as error:
-            say({"error": str(error)})
+            send({"error": error.to_json()})
         except Exception as error:  # planning and tokenizing run the model's own code, which may raise anything
-            logging.exception("no answer to %s", question)
+            logging.exception("no answer to %s", name)
             reason = (str(error).strip() or "no reason is given").splitlines()[0]
-            say({"error": f"this cannot be told ({type(error).__name__}: {reason})"})
+            send({"error": {"problem": f"an unexpected error ({type(error).__name__}: {reason})"}})
 
 
-def _listen(questions: queue.Queue[bytes]) -> None:
-    for line in sys.stdin.buffer:
-        questions.put(line)
-    os._exit(0)  # whatever is being computed: nobody hears it
+def _listen(questions: queue.Queue[list[Any]]) -> None:
+    asked = Connection(os.dup(0), writable=False)
+    while True:
+        try:
+            questions.put(json.loads(asked.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)  # the server is gone, so nobody waits for an answer
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {

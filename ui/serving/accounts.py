@@ -1,4 +1,4 @@
-"""Who may come in, and the sessions of those who have."""
+"""The accounts that may log in, and their sessions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_SESSIONS = 1000
 
 
 class Accounts:
-    """The people whom the server lets in; passwords are kept as salted digests alone."""
+    """User accounts and open sessions; passwords are kept as salted digests only."""
 
     def __init__(self, passwords: dict[str, str]) -> None:
         self._salt = secrets.token_bytes(16)
@@ -26,11 +26,10 @@ class Accounts:
 
     @classmethod
     def read(cls, auth: str) -> Accounts:
-        """Make the accounts that `--auth` gives: a file of lines `user:password`, or one such pair.
+        """Read the accounts of `--auth`: a file of lines `user:password`, or one such pair.
 
         Raises:
-            ConfigError: nothing can be read from it, or others than its owner can read the file. It never repeats what
-                may be a password.
+            ConfigError: the file cannot be read, or other users can read it. The error never contains a password.
         """
         path = Path(auth).expanduser()
         if ":" in auth and not path.is_file():
@@ -55,9 +54,9 @@ class Accounts:
         return cls(dict(pairs))
 
     def open_session(self, user: str, password: str) -> str | None:
-        """Return the word that stands for a session, or None if the password is not that of the user.
+        """Return the token of a new session, or None if the user or the password is wrong.
 
-        It takes as long for a user who is unknown as for a password that is wrong in its last letter.
+        It takes the same time for an unknown user as for a wrong password.
         """
         if not hmac.compare_digest(self._digest(password), self._digests.get(user, self._nobody)):
             return None
@@ -69,7 +68,7 @@ class Accounts:
         return session
 
     def has_session(self, session: str) -> bool:
-        """Say whether a session has been opened, and is neither over nor closed."""
+        """Return whether a session is open: neither expired nor closed."""
         return self._sessions.get(session, 0.0) > time.monotonic()
 
     def close_session(self, session: str) -> None:

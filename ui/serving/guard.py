@@ -1,7 +1,7 @@
-"""What stands between the network and the app: hosts, origins, sessions, the addresses that are answered, headers.
+"""Check every request before the app sees it: host, origin, session, path and size; set the security headers.
 
-Gradio's own checks stay where they are; this one comes first, and answers nothing that a page or a client of this app
-does not need. So what Gradio adds in a later version, or leaves open before the login, is not reachable here.
+Gradio's own checks remain; this one comes first, and lets through only what the pages and clients of this app need.
+So routes that a later Gradio adds, or leaves open before the login, are not reachable.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ _HEADERS = {
 
 
 class Guard:
-    """An ASGI app that hands on to another what may reach it.
+    """An ASGI app that forwards to another only the requests that are allowed.
 
     Args:
-        accounts: who may come in; None lets everybody in who reaches the server, which then listens to this machine
-            alone.
+        accounts: who may log in; None lets in everybody who reaches the server, which then listens on loopback only.
         pages: the addresses of the app's pages, such as `/new`.
         port: of the server; sessions of two servers of one host have different cookies.
         login_s: how long a login may take to send its few bytes.
@@ -76,7 +75,7 @@ class Guard:
         self._login_s = login_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or hand it on."""
+        """Answer one request, or forward it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -100,7 +99,7 @@ class Guard:
             await self._app(scope, _limit(receive, request), send_with_headers)
 
     async def _find_refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that does not go on to the app."""
+        """Return the response to a request that is not forwarded; None if it is."""
         path = request.scope["path"]  # which the app goes by; `request.url` is put together with the Host header
         if self._accounts is None and not _names_this_machine(request.headers.get("host", "")):
             # A page of another site whose name was made to point to this machine (DNS rebinding).
@@ -154,7 +153,7 @@ class Guard:
         session = accounts.open_session(user.strip(), password)
         is_page = _wants_page(request)
         if session is None:
-            await asyncio.sleep(_WRONG_LOGIN_S)  # so that guessing takes its time
+            await asyncio.sleep(_WRONG_LOGIN_S)  # slows down guessing
             if is_page:
                 return HTMLResponse(render_login(target, user, is_wrong=True))
             return JSONResponse({"detail": "Wrong user or password"}, 401)
@@ -164,12 +163,12 @@ class Guard:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Say whether a Host header names this machine, at whatever port: a tunnel's may be another."""
+    """Return whether a Host header names this machine, at any port: a tunnel may use another."""
     return is_loopback(urlsplit(f"//{host}").hostname or "")
 
 
 def _comes_from_here(request: Request, is_page: bool) -> bool:
-    """Say whether a page of this server asked, or no page: a client, an address that a person typed, a link."""
+    """Return whether a page of this server sent the request, or no page: a client, a typed address, a link."""
     origin = request.headers.get("origin")
     if origin is not None:
         return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
@@ -184,7 +183,7 @@ def _wants_page(request: Request) -> bool:
 
 
 def _read_target(target: str) -> str:
-    """Return the page to go to after the login, if it is one of this server's."""
+    """Return the page to open after the login, if it is one of this server; empty otherwise."""
     return target if re.fullmatch(r"\w+(\?[^\s\\]*)?", target) else ""
 
 
@@ -194,7 +193,7 @@ def _read_length(headers: Headers) -> int:
 
 
 def _limit(receive: Receive, request: Request) -> Receive:
-    """Return what receives a body, and ends one that is longer than it said or than any of this app's."""
+    """Return a `receive` that disconnects once a body is larger than any of this app."""
     if request.scope["path"] == "/gradio_api/upload":  # Gradio counts these itself
         return receive
     num_bytes = 0

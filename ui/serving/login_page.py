@@ -1,4 +1,4 @@
-"""The page that asks who it is: plain HTML, since nothing of the app is answered before."""
+"""The login page: plain HTML, since the app serves nothing before the login."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def render_login(target: str, user: str = "", is_wrong: bool = False) -> str:
     """Return the page.
 
     Args:
-        target: the page to go to afterward, relative; empty for the first.
-        user: what was typed before.
-        is_wrong: whether that, or the password with it, was wrong.
+        target: the page to open afterward, relative; empty for the first.
+        user: the user name that was entered before.
+        is_wrong: whether the user name or the password was wrong.
     """
     return _PAGE.format(
         message='<p role="alert">Wrong user or password.</p>' if is_wrong else "",

@@ -17,18 +17,18 @@ class UiOptions(CommandWords):
     short_names = {"open_browser": "open"}
 
     root: str = "runs"
-    """The folder of the runs; it is made where it is not there."""
+    """The folder of the runs; created if it does not exist."""
     host: str = "127.0.0.1"
-    """The address to listen on. Any other than this machine's own (127.0.0.1) needs `auth`."""
+    """The address to listen on. Any but a loopback address (127.0.0.1) needs `auth`."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """The port to listen on; 0 takes a free one."""
+    """The port to listen on; 0 picks a free one."""
     auth: str | None = None
-    """Who may come in: a file with a line `user:password` for each, which nobody but you can read; or one such pair,
-    which everybody on this machine can read in the list of processes."""
+    """Who may log in: a file with a line `user:password` for each user, readable only by you; or one such pair, which
+    every user of this machine can see in the process list."""
     allow: list[str] | None = None
-    """Folders whose models and datasets may be named in the browser, besides `root` and the Hugging Face cache."""
+    """Folders from which the browser may use models and datasets, besides `root` and the Hugging Face cache."""
     trust_remote_code: bool = False
-    """Let the browser start runs with code that comes with a model, and rewards by import path."""
+    """Let the browser start runs with code from a model, and with rewards by import path."""
     max_upload_size: str = Field(default="2GB", pattern=r"^\d+ ?([KMGT]i?B)?$")
     """The largest file that may be uploaded: bytes, or such as 2GB or 500MB."""
     open_browser: bool = False
@@ -47,7 +47,7 @@ class UiOptions(CommandWords):
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether an address, or the name of one, can be reached from this machine alone."""
+    """Return whether an address or host name is a loopback address."""
     if host.lower() == "localhost":
         return True
     try:

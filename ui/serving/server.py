@@ -1,4 +1,4 @@
-"""`lorashard ui`: the web server, from its options to its end."""
+"""`lorashard ui`: run the web server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve(options: UiOptions) -> int:
-    """Serve the web UI until a signal ends it, and return the exit code. Runs and jobs go on.
+    """Serve the web UI until a signal ends it, and return the exit code. Runs and jobs continue.
 
     Raises:
         ConfigError: an address that is taken, a folder that cannot be written, accounts that cannot be read.
@@ -65,7 +65,7 @@ def serve(options: UiOptions) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server that ends at the first signal, in place of handing it on once it has ended."""
+    """A server that ends at the first signal, and does not raise the signal again afterward."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
         super().__init__(config)
@@ -78,9 +78,9 @@ class _Server(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # pages that are still open are no news
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # open pages are expected
         await super().shutdown(sockets)
-        # The event loop waits for threads that still answer: a check of large data, for an hour.
+        # Otherwise the event loop would wait for threads that still answer, such as a check of a large dataset.
         await asyncio.to_thread(self._on_end)
 
     @contextmanager
@@ -98,18 +98,18 @@ class _Server(uvicorn.Server):
 
 
 def _welcome(url: str, root: Path, options: UiOptions) -> None:
-    print(f"lorashard ui: {url} shows the runs in {root}; Ctrl-C ends it, and no run", flush=True)
+    print(f"lorashard ui: {url} serves the runs in {root}; Ctrl-C stops the server, not the runs", flush=True)
     if options.auth is not None and not is_loopback(options.host):
-        print("lorashard ui: there is no TLS here: passwords and pages travel readable; an ssh tunnel hides them")
+        print("lorashard ui: passwords and pages are sent unencrypted (no TLS); an ssh tunnel encrypts them")
     if options.auth is not None and ":" in options.auth and not Path(options.auth).is_file():
-        print("lorashard ui: others on this machine see the password in the list of processes; give --auth FILE")
+        print("lorashard ui: other users of this machine see the password in the process list; give --auth FILE")
     if options.open_browser:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
 
 @contextmanager
 def _own_folder(root: Path) -> Iterator[str]:
-    """Make a folder for what lasts as long as the server, and remove those of servers that were killed."""
+    """Create a folder that lasts as long as the server, and remove those of servers that were killed."""
     for left in root.glob(f"{_OWN_PREFIX}*"):
         with suppress(OSError, Timeout), FileLock(left / _LOCK_NAME, blocking=False):
             shutil.rmtree(left, ignore_errors=True)
@@ -118,9 +118,9 @@ def _own_folder(root: Path) -> Iterator[str]:
 
 
 def _confine_gradio(folder: str) -> None:
-    """Keep Gradio's files in a folder, and Gradio from telling anybody anything."""
+    """Keep Gradio's files in a folder, and turn its telemetry off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
-        del os.environ[name]  # a shared link, allowed paths, another server: what nobody gave to this command
+        del os.environ[name]  # they could allow paths, share a link, or set another address
     os.environ["GRADIO_TEMP_DIR"] = folder
     os.environ["GRADIO_EXAMPLES_CACHE"] = os.path.join(folder, "examples")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
@@ -146,7 +146,7 @@ def _find_folder(name: str) -> Path:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens already, so that no second server can take the port meanwhile."""
+    """Return a socket that already listens, so that no other server can take the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -93,7 +93,7 @@ def _start_ranks(options: DoctorOptions, logs_dir: Path) -> tuple[list[Check], F
     try:
         choice = choose_ranks(options, find_gpus() if options.cpu is None else VisibleGpus(0))
     except ConfigError as error:
-        return [Check.failed("ranks", str(error))], None
+        return [Check.of_error("ranks", error)], None
     os.environ.update(build_environment(choice, os.environ))
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)

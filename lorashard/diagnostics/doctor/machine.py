@@ -276,7 +276,7 @@ def _check_plugins(environ: Mapping[str, str]) -> Iterator[Check]:
     try:
         refuse_plugins(environ)
     except ConfigError as error:
-        yield Check.failed("environment", str(error))
+        yield Check.of_error("environment", error)
     file = find_accelerate_config()
     kind = str(read_accelerate_config().get("distributed_type", "NO"))
     if file is not None and kind not in _PLAIN_TYPES:
@@ -352,4 +352,4 @@ def check_model(name: str, revision: str | None) -> Iterator[Check]:
     try:
         yield Check.passed("model", f"{name}: {hide_secrets(describe_model(name, revision))}")
     except UserError as error:
-        yield Check.failed("model", str(error))
+        yield Check.of_error("model", error)

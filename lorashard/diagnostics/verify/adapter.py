@@ -52,7 +52,6 @@ class _Subject:
     config: PeftConfig
     base: str
     base_folder: Path
-    revision: str | None
     vocab_size: int
 
 
@@ -97,12 +96,12 @@ def _check_files(name: str) -> list[Check]:
         folder = Path(name).expanduser()
         if not [*folder.glob("adapter_*"), *folder.glob("checkpoint-*/adapter_*")]:
             raise
-        return [Check.failed("files", str(error))]
+        return [Check.of_error("files", error)]
     try:
         config = read_config(folder)
         tensors = load_file(folder / ADAPTER_NAME)
     except CheckpointError as error:
-        return [Check.failed("files", str(error))]
+        return [Check.of_error("files", error)]
     except (SafetensorError, OSError) as error:
         return [Check.failed("files", f"{folder / ADAPTER_NAME} cannot be read ({error})")]
     foreign, not_finite = find_foreign_keys(tensors), find_not_finite(tensors)
@@ -135,7 +134,7 @@ def _describe(options: VerifyOptions) -> _Subject:
     base, revision = find_base(folder, config, options.base, options.model_revision)
     base_folder = resolve_folder(base, revision)
     text = read_model_config(base_folder, options.trust_remote_code).get_text_config()
-    return _Subject(folder, config, base, base_folder, revision, text.vocab_size)
+    return _Subject(folder, config, base, base_folder, text.vocab_size)
 
 
 def _check_keys(subject: _Subject, options: VerifyOptions) -> Check:
@@ -152,7 +151,7 @@ def _check_keys(subject: _Subject, options: VerifyOptions) -> Check:
             )
             restore(model, subject.folder)
     except UserError as error:
-        return Check.failed("keys", " ".join(str(error).split()))
+        return Check.of_error("keys", error)
     num_expected = sum(parameter.requires_grad for parameter in model.parameters())
     return Check.passed("keys", f"exactly the {num_expected} tensors that PEFT expects on {subject.base}")
 
@@ -168,7 +167,7 @@ def _check_base(subject: _Subject, options: VerifyOptions) -> Check:
     try:
         identity.check(subject.folder, subject.base, options.allow_base_mismatch)
     except ConfigError as error:
-        return Check.failed("base", str(error))
+        return Check.of_error("base", error)
     trained_on = BaseIdentity.read(subject.folder)
     if trained_on is None:
         return Check.passed("base", f"{subject.base}; the adapter carries no hash to compare with", is_known=False)
@@ -212,7 +211,7 @@ def _compare(subject: _Subject, options: VerifyOptions, device: torch.device) ->
     try:
         adapted, base = _compute_adapted(subject, options, rows, device)
     except CheckpointError as error:  # about the adapter's content, which all ranks read alike
-        return checks + _agree([Check.failed("logits", str(error))])
+        return checks + _agree([Check.of_error("logits", error)])
     checks += _agree([_check_alive(adapted, base)])
     if options.merged is not None and not has_failed(checks):
         say(rank, f"loading {options.merged}")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from ...config.placement import ResolvedPlacement
 from ...errors import ConfigError
-from ...planning.activations import Activations
 from ...planning.auto import BaseModel
-from ...planning.costs import Workload, compute_row
-from ...planning.hardware import Cluster
-from ...planning.probe import measure_free_bytes, recall_hardware
-from ...planning.size import ModelSize, measure_model
+from ...planning.memory import count_adapter_bytes, place_base
+from ...planning.probe import measure_free_bytes
+from ...planning.size import measure_model
 from ...planning.trace import Microbatch, trace
-from ...planning.tracker import Work
 from ...runtime import dist
 from ...runtime.agreement import raise_on_all_ranks
 from ...runtime.disk import show_bytes
@@ -62,61 +58,50 @@ def fit_layers(base: BaseModel, microbatch: Microbatch, placement: ResolvedPlace
     free_bytes = min(dist.gather_objects(measure_free_bytes(device, 1)))
     ranks_per_node = dist.find_node_size() or dist.get_world_size()
     ranks_on_device = ranks_per_node if device.type == "cpu" else 1
-    hardware, _ = recall_hardware(device, base.dtype)
-    alone = Cluster(hardware, ranks_per_node=1, num_nodes=1, free_bytes=free_bytes)  # without DDP's buckets
-    fit = raise_on_all_ranks(lambda: _fit(base, microbatch, placement, alone, ranks_on_device), on_rank=0)
+    fit = raise_on_all_ranks(
+        lambda: _fit(base, microbatch, placement, device.type, free_bytes, ranks_on_device), on_rank=0
+    )
     fit = dist.broadcast_object(fit)
     assert fit is not None
     return fit
 
 
 def _fit(
-    base: BaseModel, microbatch: Microbatch, placement: ResolvedPlacement, rank: Cluster, ranks_on_device: int
+    base: BaseModel,
+    microbatch: Microbatch,
+    placement: ResolvedPlacement,
+    device_type: str,
+    free_bytes: int,
+    ranks_on_device: int,
 ) -> Fit:
     size = measure_model(base.build(placement.unit_paths))
     num_layers = len(size.layers)
-    note = None
+    activation_bytes, note = 0, None
     try:
-        activations = trace(base.build(placement.unit_paths), microbatch)
+        activation_bytes = trace(base.build(placement.unit_paths), microbatch).peak_bytes
     except ConfigError as error:
-        none = (Work(),) * num_layers
-        activations, note = Activations(0, 0, 0, 0, none, none, Work()), f"activations are not counted: {error}"
-    workload = Workload(activations, microbatch.num_tokens, optimizer="sgd")  # no step is taken: there is no state
-    measure = _build_measure(size, workload, placement, rank, ranks_on_device)
-    num_fitting = bisect_right(range(1, num_layers + 1), rank.free_bytes - _HEADROOM_BYTES, key=measure)
+        note = f"activations are not counted: {error}"
+    unsharded = replace(placement, placement="replicate", group_size=1, resident_layers="all")
+    resident = placement.resident_layers
+
+    def measure(count: int) -> int:
+        """Return the peak of `count` layers: of the unsharded model, or of the ranks that share a device."""
+        part = size.first_layers(count)
+        sharded = replace(placement, resident_layers=resident if resident == "all" else min(resident, count))
+        beside_bytes = activation_bytes + count_adapter_bytes(part, "sgd", 1)  # no step is taken, and none reduced
+        alone, each = (place_base(part, chosen, device_type).device_bytes for chosen in (unsharded, sharded))
+        return max(alone + beside_bytes, ranks_on_device * (each + beside_bytes))
+
+    num_fitting = bisect_right(range(1, num_layers + 1), free_bytes - _HEADROOM_BYTES, key=measure)
     if not num_fitting:
         raise ConfigError(
             "nothing can be compared with an unsharded model here",
             where=base.model_name_or_path,
             expected=f"{show_bytes(measure(1) + _HEADROOM_BYTES)} for the embedding, one layer and the head",
-            found=f"{show_bytes(rank.free_bytes)} free",
+            found=f"{show_bytes(free_bytes)} free",
             fix="give fewer --num_rows, or free memory",
         )
-    return Fit(num_fitting, num_layers, measure(num_layers), rank.free_bytes, note)
-
-
-def _build_measure(
-    size: ModelSize, workload: Workload, placement: ResolvedPlacement, rank: Cluster, ranks_on_device: int
-) -> Callable[[int], int]:
-    """Return a function of a number of layers: the peak of the unsharded model, or of the ranks that share a device."""
-    unsharded = replace(placement, placement="replicate", group_size=1, resident_layers="all")
-
-    def measure(num_layers: int) -> int:
-        left_out = {id(unit) for unit in size.layers[num_layers:]}
-        part = replace(
-            size,
-            units=tuple(unit for unit in size.units if id(unit) not in left_out),
-            visits=tuple(visit for visit in size.visits if id(visit[0]) not in left_out),
-            adapter_bytes=size.adapter_bytes * num_layers // len(size.layers),
-        )
-        resident = placement.resident_layers
-        sharded = replace(placement, resident_layers=resident if resident == "all" else min(resident, num_layers))
-        rows = compute_row(part, workload, rank, unsharded), compute_row(part, workload, rank, sharded)
-        is_cpu = rank.hardware.device_type == "cpu"
-        alone, each = (row.peak_bytes + (row.host_bytes if is_cpu else 0) for row in rows)
-        return max(alone, ranks_on_device * each)
-
-    return measure
+    return Fit(num_fitting, num_layers, measure(num_layers), free_bytes, note)
 
 
 def free(device: torch.device) -> None:

@@ -72,7 +72,7 @@ def _choose_rows(options: VerifyOptions, adapter: Path, vocab_size: int) -> tupl
             return _read_rows(of_run, options), f"of the run's dataset {of_run['dataset']}"
         except UserError as error:
             reason = f" (the run's dataset cannot be read: {error})"
-    return make_rows(options.num_rows, options.max_length, vocab_size), f"made up{reason}"
+    return make_rows(options.num_rows, options.max_length, vocab_size), f"random tokens{reason}"
 
 
 def _read_run_options(adapter: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`lorashard verify`: every fault that it is there for, made on purpose, on ranks that must all notice."""
+"""`lorashard verify`: every fault that it looks for, made on purpose, on ranks that must all notice."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def find_wrong(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("placement", ["shard", *map(slow, ("auto", "host", "file", "replicate"))])
 def test_good_adapter_and_merged_model_pass(task, placement):
-    """A check that cries wolf is switched off; and the merged model must rest as the base did."""
+    """A check that reports faults where there are none; and a merged model under another placement than the base."""
     options = ["--merged", task / "merged", "--placement", placement]
     error, found = verify_on_ranks(task, task / "adapter", *options)
     assert error is None
@@ -165,7 +165,7 @@ def test_incomplete_folder_is_found(task, tmp_path, name, content):
 
 
 def test_adapter_that_does_nothing_is_found(task, tmp_path):
-    """Tensors that are no zeros, and logits that are the base's: a scale of zero, a lora_A that underflowed."""
+    """Tensors that are not zero, and logits that are the base's: a scale of zero, a lora_A that underflowed."""
     save_adapter(task / "base", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 0}))
@@ -226,7 +226,7 @@ def test_incomplete_merged_model_is_found(task, tmp_path):
     assert "model.layers.2.mlp.down_proj.weight" in find_wrong(found)["merged files"]
 
 
-def test_fault_of_one_rank_ends_all_of_them(task):
+def test_a_fault_on_one_rank_ends_all_of_them(task):
     """A rank that stops alone leaves the others in their next gather until a timeout."""
 
     def body(rank):
@@ -262,7 +262,7 @@ def test_rows_of_other_lengths_do_not_change_a_row():
 
 
 def test_first_model_is_gone_when_the_second_comes(task, tmp_path, monkeypatch):
-    """Two models at once, where one fits by a hair, end in the middle of the check."""
+    """Two models in memory at once, where one barely fits, end the check in the middle."""
     first: list[weakref.ref] = []
     is_left: list[bool] = []
 
@@ -283,8 +283,8 @@ def write_rows(path: Path, row: dict[str, str]) -> Path:
     return path
 
 
-def test_rows_are_the_datasets_the_runs_or_made_up(task, tmp_path):
-    """Made-up tokens in the place of rows that a person named would be a silent fallback."""
+def test_rows_are_the_datasets_the_runs_or_random(task, tmp_path):
+    """Random tokens in place of a dataset that was given would be a silent fallback."""
     run = tmp_path / "run"
     save_adapter(task / "base", run)
     make_tokenizer(["<pad>", "</s>", *["what", "is", "it", "the", "capital", "of", "France"]]).save_pretrained(run)
@@ -300,16 +300,16 @@ def test_rows_are_the_datasets_the_runs_or_made_up(task, tmp_path):
     of_the_run = find_rows("--max_length", 10)
     assert of_the_run.startswith("4 of 40 tokens") and of_the_run.endswith(str(of_run))
     of_run.unlink()
-    assert "made up" in find_rows() and "cannot be read" in find_rows()
+    assert "random" in find_rows() and str(of_run) in find_rows()
     assert "nowhere.jsonl" in find_rows("--dataset", tmp_path / "nowhere.jsonl")
     (run / "config.yaml").unlink()
-    assert find_rows().endswith("made up")
+    assert find_rows().endswith("random tokens")
 
 
 @pytest.mark.parametrize(
     "words", [["adapter-nowhere"], ["adapter", "--merged", "nowhere"], ["adapter", "--base", "nowhere"]]
 )
-def test_what_is_not_there_is_the_persons_mistake(task, words):
+def test_a_missing_folder_is_a_mistake_in_the_command(task, words):
     """Exit code 2, not 1: nothing was found to be wrong."""
     words = [word if word.startswith("--") else task / word for word in words]
     error, _ = verify_here(0, task / "result", *words)
@@ -328,7 +328,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("cases, num_split", [([PIECES], 2), slow(OTHERS, 0)], ids=["sharded", "others"])
 def test_gradients_of_a_model_are_equal(task, cases, num_split):
-    """The reference must be made as the sharded model is, or every difference would be the engine's fault."""
+    """A reference that is not set up like the sharded model: the engine would be blamed for every difference."""
 
     def body(rank):
         split, original = [], gradients.split_layers
@@ -368,7 +368,7 @@ def flip_a_byte(home_class: type, call: int) -> None:
 
 
 def test_one_flipped_byte_of_a_gather_is_found(task):
-    """The loss stays healthy; and the first gradient that differs tells where to look."""
+    """The loss stays healthy; and the first gradient that differs says where to look."""
 
     def body(rank):
         if rank == 1:
@@ -392,7 +392,7 @@ def test_kernels_that_do_not_repeat_themselves_are_named(task, monkeypatch):
 
 
 def leave_no_room_for_the_last_layer() -> None:
-    """Let one byte be missing for the whole model."""
+    """Leave one byte too few for all layers."""
     original = gradients.fit_layers
 
     def fit_layers(*args):
@@ -408,8 +408,8 @@ def leave_no_room_for_the_last_layer() -> None:
     "kind, placement",
     [("qwen3", "shard"), slow("llama-tied", "file"), slow("mixtral", "shard"), slow("mixtral", "file")],
 )
-def test_first_layers_are_compared_where_the_whole_does_not_fit(tmp_path, kind, placement):
-    """A model that is too large is when one needs this most; lists with an item a layer must be cut with it."""
+def test_first_layers_are_compared_where_all_do_not_fit(tmp_path, kind, placement):
+    """A large model is refused, or cut without the lists in its config that have an item for each layer."""
     model = Path(save_base(tmp_path / "model", kind, torch.float32, num_hidden_layers=LAYERS))
 
     def body(rank):
@@ -425,7 +425,7 @@ def test_first_layers_are_compared_where_the_whole_does_not_fit(tmp_path, kind, 
 
 
 def test_model_of_which_nothing_fits_is_refused(task, monkeypatch):
-    """Zero layers are equal, too."""
+    """Zero layers are equal, too: a comparison of nothing would pass."""
     monkeypatch.setattr("lorashard.diagnostics.verify.memory.measure_free_bytes", lambda *args: GIB)
     error, _ = verify_model_here(0, task, task / "base")
     assert isinstance(error, ConfigError) and "1.0 GiB" in error.found and "--num_rows" in error.fix

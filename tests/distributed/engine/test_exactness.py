@@ -26,7 +26,6 @@ from helpers.scenarios import (
     Results,
     Scenario,
     deleted,
-    disturb,
     loaded_later,
     make_lora,
     mixed_batch,
@@ -42,6 +41,7 @@ from helpers.tiny import (
     FAMILIES,
     build_base,
     build_model,
+    disturb,
     find_differences,
     make_batch,
     set_checkpointing,
@@ -137,8 +137,8 @@ def quantize(weight: torch.Tensor, name: str) -> torch.Tensor:
     """
     rows = weight.reshape(-1, weight.shape[-1])
     if name == "int8":
-        numbers, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(rows)
-        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(numbers, scales)
+        values, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(rows)
+        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(values, scales)
     elif name == "fp8":
         scales = rows.float().abs().amax(dim=1, keepdim=True) / 448
         found = (rows.float() / scales).to(torch.float8_e4m3fn).float() * scales
@@ -168,11 +168,11 @@ def quantize_base(model: nn.Module, name: str) -> None:
 
 
 def put_on_plain(folder: Path, row: Row, seed: int, quantizes: bool) -> PeftModel:
-    """Return plain PEFT; with `quantizes` on the base's numbers as quantizing leaves them."""
+    """Return plain PEFT; with `quantizes` on the base's values as quantizing leaves them."""
     base = AutoModelForCausalLM.from_pretrained(
         folder / row["family"], dtype=DTYPES[row["dtype"]], attn_implementation=row["attention"]
     )
-    # From files, what begins with the base's numbers begins with those that are computed with; PiSSA rewrites the
+    # From files, what begins with the base's values begins with those that are computed with; PiSSA rewrites the
     # files. In memory PEFT has read them before.
     is_first = row["source"] == "load" and row["adapter"] not in ("pissa", "olora")
     quantizes = quantizes and row["quantization"] != "none"

@@ -17,6 +17,7 @@ from peft import PeftModel
 import lorashard
 from lorashard.errors import ShardError
 from lorashard.runtime.dist import HostGroup, ShardGroup
+from lorashard.runtime.rank_store import RankStore
 
 
 def count_threads() -> int:
@@ -81,7 +82,7 @@ def let_go_one_after_another(rank: int) -> list[int]:
 
 def test_groups_end_on_each_rank_with_its_last_model():
     """Catches groups that are never given back, that end under a rank that uses them, that stay for the sake of another
-    rank, or that are taken for whole where a rank has ended its part."""
+    rank, or that are taken for complete where a rank has ended its part."""
     for rank, (before, both, one_gone, made_again, none) in enumerate(run_ranks(let_go_one_after_another, 4)):
         assert before == none < one_gone <= both == made_again
         assert (one_gone < both) == (rank == 0)
@@ -99,6 +100,13 @@ def meet_and_leave(rank: int) -> None:
 def test_who_leaves_first_cuts_nobody_off():
     """Catches an end that comes before the others have what this rank has sent, or before they are connected to it."""
     run_ranks(meet_and_leave, 3)
+
+
+def test_a_rank_that_does_not_come_to_share_groups_is_named():
+    """Catches a load on one rank alone that hangs for ever, in silence."""
+    with pytest.raises(ShardError) as caught:
+        RankStore(dist.HashStore(), 0, 2, "groups").exchange("", timeout_s=0.05)
+    assert "[1]" in caught.value.found
 
 
 def fork_a_worker(rank: int) -> bool:

@@ -17,7 +17,8 @@ import psutil
 import pytest
 from helpers import warm
 from helpers.cases import slow
-from helpers.chat_task import GREEDY, LORASHARD, answer, build_task, load_plain, make_environment, talk
+from helpers.chat_task import GREEDY, answer, build_task, load_plain, make_environment, talk
+from helpers.finetune import LORASHARD
 from helpers.finetune import run as run_command
 from helpers.paths import ROOT
 from peft import PeftModel

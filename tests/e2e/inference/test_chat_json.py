@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from helpers import warm
-from helpers.chat_task import GREEDY, LORASHARD, NEW_TOKENS, answer, build_task, load_plain, make_environment, talk
+from helpers.chat_task import GREEDY, NEW_TOKENS, answer, build_task, load_plain, make_environment, talk
+from helpers.finetune import LORASHARD
 from peft import PeftModel
 
 ALONE = ["--cpu", "1"]

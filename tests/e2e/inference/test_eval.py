@@ -99,7 +99,7 @@ def measure_plainly(task: Path, is_base: bool) -> tuple[float, int, int]:
     ],
 )
 def test_results_are_plain_pefts_on_any_ranks(task, words):
-    """A tail that is counted twice, an adapter that is off, or another prompt than in training."""
+    """A tail that is counted twice, an adapter that is off, and another prompt than in training."""
     loss, num_tokens, num_exact = measure_plainly(task, is_base=False)
     assert 0 < num_exact < len(ASKED)
     found = measure(task, *words)
@@ -126,7 +126,7 @@ def test_a_mistake_in_the_data_is_one_line_and_exit_code_2(task):
     ],
 )
 def test_a_mistake_in_the_options_is_found_before_any_rank_starts(words, option):
-    """An option of the training that has no meaning here, taken and passed over."""
+    """An option of the training that has no meaning here, accepted and ignored."""
     with pytest.raises(ConfigError) as caught:
         EvalOptions.read(["adapter", *words])
     assert caught.value.option == option

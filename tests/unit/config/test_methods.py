@@ -79,17 +79,12 @@ def test_a_written_configuration_is_read_back(name, tmp_path):
     assert again.to_yaml() == config.to_yaml() and again.method == name
 
 
-def test_the_metric_of_a_users_reward_is_accepted():
-    """GRPO names metrics after the user's functions."""
-    evaluation = {"eval_dataset": "e", "load_best_model_at_end": True}
-    config = make_config("grpo", metric_for_best_model="eval_rewards/mine/mean", **evaluation)
-    assert config.trainer_options["metric_for_best_model"] == "eval_rewards/mine/mean"
-
-
-def test_other_tools_names_of_the_method():
-    """LLaMA-Factory's `stage: rm` and axolotl's `rl: dpo` in a file that somebody brings along."""
+def test_other_tools_names_of_the_method_and_own_rewards_names_of_metrics():
+    """LLaMA-Factory's `stage: rm` and axolotl's `rl: dpo`; and a metric that GRPO names after the user's function."""
     assert RunConfig(stage="rm", model="m", dataset="d").method == "reward"
     assert RunConfig(rl="dpo", model="m", dataset="d", beta=0.2).trainer == {"beta": 0.2}
+    config = make_config("grpo", metric_for_best_model="eval_rewards/mine/mean", eval_dataset="e")
+    assert config.trainer["metric_for_best_model"] == "eval_rewards/mine/mean"
 
 
 @pytest.mark.parametrize("num_ranks, is_right", [(2, True), (1, False)])
@@ -183,13 +178,6 @@ def test_an_implicit_prompt_is_what_both_begin_with(tmp_path, pair):
     path = write_jsonl(tmp_path / "whole.jsonl", [whole])
     prepared = prepare(DataOptions(dataset=str(path)), tokenizer, tmp_path / "cache", METHODS["dpo"])
     assert prepared.train[0] == whole
-
-
-def test_conversations_need_a_chat_template(tmp_path):
-    """The trainer would fail on the first row, in all ranks."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [CHAT])
-    with pytest.raises(DataError, match="chat template"):
-        prepare(DataOptions(dataset=str(path)), make_tokenizer(), tmp_path / "cache", METHODS["dpo"])
 
 
 def test_methods_do_not_share_a_prepared_dataset(tmp_path):

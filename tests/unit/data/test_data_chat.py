@@ -20,6 +20,7 @@ from helpers.data import (
 )
 
 from lorashard.config.data_options import DataOptions
+from lorashard.config.methods import METHODS
 from lorashard.data.chat import mask_turns
 from lorashard.data.prepare import Prepared, prepare
 from lorashard.errors import DataError
@@ -143,10 +144,13 @@ def test_row_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
     assert prepared.report.rows_skipped["assistant speaks first"].count == 1
 
 
-def test_conversations_without_a_template_are_refused(tmp_path: Path) -> None:
-    """Catches a chat trained on without its roles, or transformers' own error, which names no option."""
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_conversations_without_a_template_are_refused(tmp_path: Path, method: str) -> None:
+    """Catches a chat trained on without its roles, or an error of each rank that names no option."""
+    row = {"messages": CONVERSATION, "chosen": CONVERSATION, "rejected": CONVERSATION}
+    options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", [row]))
     with pytest.raises(DataError, match="chat_template_path"):
-        prepare_messages([CONVERSATION], make_tokenizer(), tmp_path)
+        prepare(options, make_tokenizer(), tmp_path / "cache", METHODS[method])
 
 
 def test_token_across_a_turns_edge_is_marked() -> None:

@@ -264,32 +264,32 @@ def test_bad_rows_are_named(tmp_path: Path, kind: str, row: dict, reason: str | 
     assert detail in report.rows_skipped[reason].first[0]
 
 
-def test_text_parts_become_one_string(tmp_path: Path) -> None:
-    """Catches a list of parts printed into the prompt as Python writes it."""
-    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
-    rows = [
-        {"messages": [{"role": "user", "content": parts}, *chat("", "72")[1:]]},
-        {"messages": chat("How many?", "72")},
-    ]
-    prepared = prepare(DataOptions(dataset=write_jsonl(tmp_path / "a.jsonl", rows)), make_tokenizer(CHATML), tmp_path)
-    assert prepared.train[0] == prepared.train[1]
+PARTS = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
+ANNOUNCING = "{%- if tools is not none %}{{- 'tools' }}{%- endif %}" + CHATML
+TURN = {"messages": chat("How many?", "72")}
 
 
-def test_empty_tools_are_no_tools(tmp_path: Path) -> None:
-    """Catches a template that announces tools for the empty list of a row that has none."""
-    rows = [{"messages": chat("How many?", "72"), "tools": tools} for tools in ([], "[]", None)]
-    template = "{%- if tools is not none %}{{- 'tools' }}{%- endif %}" + CHATML
+@pytest.mark.parametrize(
+    ("template", "rows"),
+    [
+        # A list of parts printed into the prompt as Python writes it.
+        (CHATML, [{"messages": [{"role": "user", "content": PARTS}, *chat("", "72")[1:]]}, TURN]),
+        # A template that announces tools for the empty list of a row that has none.
+        (ANNOUNCING, [TURN | {"tools": tools} for tools in ([], "[]", None)]),
+        # A `system` column that is lost, or put before a system message that is already there.
+        (
+            CHATML,
+            [
+                {"system": "Be short."} | TURN,
+                {"system": "Be long.", "messages": chat("How many?", "72", system="Be short.")},
+            ],
+        ),
+    ],
+)
+def test_rows_of_one_meaning_become_the_same_tokens(tmp_path: Path, template: str, rows: list) -> None:
+    """Catches the mistakes that stand above each case."""
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    prepared = prepare(DataOptions(dataset=path), make_tokenizer(template), tmp_path / "cache")
-    assert prepared.train[0] == prepared.train[1] == prepared.train[2]
-
-
-def test_system_column_is_the_first_message(tmp_path: Path) -> None:
-    """Catches a `system` column that is lost, or put before a system message that is already there."""
-    rows = [
-        {"system": "Be short.", "messages": chat("How many?", "72")},
-        {"system": "Be long.", "messages": chat("How many?", "72", system="Be short.")},
-    ]
-    prepared = prepare(DataOptions(dataset=write_jsonl(tmp_path / "a.jsonl", rows)), make_tokenizer(CHATML), tmp_path)
-    assert prepared.train[0] == prepared.train[1]
-    assert "Be short." in make_tokenizer().decode(prepared.train[0]["input_ids"])
+    train = prepare(DataOptions(dataset=path), make_tokenizer(template), tmp_path / "cache").train
+    assert len(train) == len(rows) and all(train[index] == train[0] for index in range(len(rows)))
+    text = make_tokenizer().decode(train[0]["input_ids"])
+    assert "How many?" in text and ("Be short." in text) == ("system" in rows[0])

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.data import CHATML, make_tokenizer, write_jsonl
-from pydantic import ValidationError
 
 from lorashard.config.data_options import DataOptions
 from lorashard.data import prepare as prepare_module
@@ -113,15 +112,6 @@ def test_leftovers_of_a_killed_process_do_no_harm(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in path.iterdir()} == expected
 
 
-def test_failure_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Catches a result that a failed preparation leaves for the next one to find."""
-    options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "a"}]))
-    for _ in range(2):
-        with pytest.raises(DataError):
-            prepare(options, make_tokenizer(), tmp_path / "cache")
-    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
 def test_same_inputs_are_prepared_once(tmp_path: Path) -> None:
     """Catches a key that hangs on what does not matter: padding that a call left behind in the tokenizer."""
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS), shuffle_dataset=True)
@@ -176,10 +166,12 @@ BAD_ROWS = [
 
 
 def test_error_names_the_first_bad_rows_and_counts_all(tmp_path: Path) -> None:
-    """Catches bad rows trained on or dropped by default, and an error that one cannot find the rows by."""
+    """Catches bad rows trained on or dropped by default, an error without their places, and a result of a failure."""
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", BAD_ROWS), max_length=40)
-    with pytest.raises(DataError) as caught:
-        prepare(options, make_tokenizer(), tmp_path / "cache")
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            prepare(options, make_tokenizer(), tmp_path / "cache")
+        assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
     message = str(caught.value)
     assert "\n" not in message
     counts = ("10 of 14 rows", "1 broken JSON", "1 empty completion", "1 missing field", "7 nothing supervised")
@@ -292,16 +284,6 @@ def test_losses_that_do_not_suit_the_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare(DataOptions(dataset=text), make_tokenizer(eos_token=None), tmp_path)
     assert caught.value.option == "eos_token"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"packing": True, "max_length": None}, {"packing": True, "truncation_mode": "keep_end"}, {"max_lenght": 5}],
-)
-def test_options_that_cannot_work_are_refused(options: dict) -> None:
-    """Catches a misspelled option, and packing options that TRL ignores or fails on late."""
-    with pytest.raises((ConfigError, ValidationError)):
-        DataOptions(dataset="a.jsonl", **options)
 
 
 def test_how_many_rows_there_are_is_told_before_they_are_read(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.hub_server import HubServer
+from helpers.paths import ROOT
 from huggingface_hub import constants
 
 from lorashard.cli import main
@@ -45,7 +46,7 @@ def _own_folders(tmp_path, monkeypatch) -> None:
 
 
 def test_env_is_complete_and_holds_no_secret(monkeypatch, capsys):
-    """Catches a token that is pasted into a public issue, and a report that is not JSON."""
+    """Catches a token in a public issue, a report that is not JSON, and a checkout that is not recognized."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -61,6 +62,7 @@ def test_env_is_complete_and_holds_no_secret(monkeypatch, capsys):
     sections = json.loads(shown)
     assert sections["variables"]["NCCL_DEBUG"] == "INFO" and sections["variables"]["HF_TOKEN"] == "set, not shown"
     assert sections["packages"]["torch"] == importlib.metadata.version("torch")
+    assert (sections["lorashard"]["commit"] == "not from a checkout") == (not (ROOT / ".git").exists())
     assert sections["memory and limits"]["RAM"]["total_bytes"] > GIB
     assert text.startswith("```text\n") and text.endswith("```\n")
     assert all(f"[{title}]" in text for title in sections)

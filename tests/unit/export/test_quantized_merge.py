@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.merging import disturb, read_tensors
-from helpers.tiny import build_base, find_differences
+from helpers.merging import read_tensors
+from helpers.tiny import build_base, disturb, find_differences
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
