@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..config.placement import (
@@ -20,8 +21,9 @@ from ..errors import ConfigError, UserError
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import show_bytes
-from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
+from .costs import Row, Workload, compute_row, fits
 from .hardware import Cluster
+from .memory import add_resident_layers, save_activations
 from .size import ModelSize
 
 # Predictions differ from the truth by more than this, so the simpler placement of two that are as close is taken.
@@ -217,18 +219,15 @@ def _candidates(
     streaming = [make("shard", group) for group in groups if cluster.num_ranks > 1]
     if not is_cpu or meant["placement"] == "host":  # on a CPU the host's memory is the device's
         streaming += [make("host", group) for group in groups]
+    is_fitting = partial(fits, size, workload, cluster)
     for placement in [make("replicate", 1), *streaming, make("file", 1)]:
-        yield placement
+        others = []
         if options.activation_checkpointing_layers == "auto" and workload.saved_activations is not None:
-            saving = fit_saving_layers(size, workload, cluster, placement)
-            if saving is not None:
-                yield saving
-        if placement.placement == "replicate":
-            continue
-        if asked_layers == "auto" and not (is_cpu and placement.placement == "file"):
-            resident = fit_resident_layers(size, workload, cluster, placement)
-            if resident is not None:
-                yield resident
+            others.append(save_activations(size, placement, is_fitting))
+        is_open = asked_layers == "auto" and placement.placement != "replicate"
+        if is_open and not (is_cpu and placement.placement == "file"):
+            others.append(add_resident_layers(size, placement, is_fitting))
+        yield from (candidate for candidate in (placement, *others) if candidate is not None)
 
 
 def _describe_room(row: Row, cluster: Cluster) -> str:

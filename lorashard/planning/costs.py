@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..config.placement import ResolvedPlacement
 from ..model.units import EMBEDDING, LAYER, TOWER, WHOLE
 from .activations import Activations, recompute_some
 from .hardware import Cluster, Hardware
-from .memory import BaseMemory, add_resident_layers, count_adapter_bytes, count_state_bytes, place_base
+from .memory import BaseMemory, count_adapter_bytes, count_state_bytes, place_base
 from .simulate import TimedEntry, Traffic, Transfer, simulate
 from .size import ModelSize, UnitSize
 from .tracker import Work
@@ -130,25 +130,8 @@ def _find_lack(memory: BaseMemory, beside_bytes: int, cluster: Cluster) -> str |
     return None
 
 
-def fit_resident_layers(
-    size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement
-) -> ResolvedPlacement | None:
-    """Return `placement` with as many resident layers as fit on the device, or None if not one does."""
-    return add_resident_layers(size, placement, lambda candidate: _fits(size, workload, cluster, candidate))
-
-
-def fit_saving_layers(
-    size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement
-) -> ResolvedPlacement | None:
-    """Return `placement` with as many layers as fit that save their activations, or None if not one does."""
-    for count in range(len(size.layers)):
-        candidate = replace(placement, activation_checkpointing_layers=count)
-        if _fits(size, workload, cluster, candidate):
-            return candidate
-    return None
-
-
-def _fits(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> bool:
+def fits(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> bool:
+    """Tell whether `placement` fits on the device."""
     memory = place_base(size, placement, cluster.hardware.device_type)
     return memory.device_bytes + _count_beside(size, workload, cluster, placement) <= cluster.free_bytes
 

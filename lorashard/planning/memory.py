@@ -89,6 +89,14 @@ def add_resident_layers(
     return candidates[num_fitting - 1] if num_fitting else None
 
 
+def save_activations(
+    size: ModelSize, placement: ResolvedPlacement, fits: Callable[[ResolvedPlacement], bool]
+) -> ResolvedPlacement | None:
+    """Return `placement` with as many layers as fit that save their activations, or None if not one does."""
+    candidates = (replace(placement, activation_checkpointing_layers=count) for count in range(len(size.layers)))
+    return next(filter(fits, candidates), None)
+
+
 def count_adapter_bytes(size: ModelSize, optimizer: str, num_ranks: int) -> int:
     """Return the bytes of the adapter, its gradients, DDP's buckets on several ranks, and the optimizer's state."""
     copies = 3 if num_ranks > 1 else 2
