@@ -37,11 +37,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import lorashard
-from lorashard.engine import Packed, Stats
+from lorashard.engine import Stats
 from lorashard.engine.copies import allocate_host
 from lorashard.engine.streams import SideStream
 from lorashard.quantization.format import make_quantizer
-from lorashard.runtime.dist import ShardGroup
+from lorashard.quantization.quantized_weight import QuantizedWeight
+from lorashard.runtime.dist import ShardGroup, SharedGroup
+from lorashard.runtime.rank_store import Lookout
 
 WARMUP_STEPS = 2
 PASSES = 2
@@ -295,15 +297,15 @@ class Stopwatch:
 
 def time_unpacking(contender: Contender, batch: Batch, device: torch.device) -> float:
     """Return the seconds of one more step in which weights are unpacked."""
-    watch, unpack = Stopwatch(device), Packed._unpack
+    watch, unpack = Stopwatch(device), QuantizedWeight.lend
 
-    def timed(packed: Packed, index: int) -> torch.Tensor:
+    def timed(weight: QuantizedWeight, function: Any, index: int) -> torch.Tensor:
         watch.mark()
-        numbers = unpack(packed, index)
+        values = unpack(weight, function, index)
         watch.mark()
-        return numbers
+        return values
 
-    with patch.object(Packed, "_unpack", timed):
+    with patch.object(QuantizedWeight, "lend", timed):
         contender.step(batch)
         return sum(watch.read())
 
@@ -396,7 +398,11 @@ def check_nccl(job: dict[str, Any], found: dict[str, Any], save: Callable[[], No
     contender.model = DistributedDataParallel(contender.model, device_ids=[device], broadcast_buffers=False)
     num_differing = count_differing(take_gradients(contender, batch), expected)
     stream = SideStream(device)
-    group = ShardGroup(gather_group=dist.new_group([0]), control_group=dist.new_group([0], backend="gloo"))
+    group = ShardGroup(
+        gather_group=SharedGroup(dist.new_group([0])),
+        control_group=SharedGroup(dist.new_group([0], backend="gloo")),
+        lookout=Lookout(0, range(1), 0),
+    )
     shard = torch.randint(256, (shape.layer_bytes,), dtype=torch.uint8, device=device)
     whole = torch.zeros_like(shard)
     with stream.after(stream.mark()):

@@ -5,7 +5,7 @@
 
 Every option of TRL's GRPOConfig is an option of this script, but use_vllm and use_transformers_continuous_batching,
 which want the whole weights on one device. Answers are generated in training, by all ranks together: one whose answers
-have ended goes on for the others' sake.
+have ended continues for the others' sake.
 """
 
 import re

@@ -21,7 +21,7 @@ import lorashard
 @dataclass
 class ScriptArguments:
     model: str = str(Path(__file__).parent / "demo/base")
-    data: str | None = None  # jsonl with chosen and rejected, and prompt if they go on from one: texts, or messages
+    data: str | None = None  # jsonl with chosen and rejected, and prompt if they resume from one: texts, or messages
 
 
 def load_rows(path: str | None) -> Dataset:

@@ -1,4 +1,4 @@
-"""The door for scripts: load or shard a model, ask what it did."""
+"""The Python API: load or shard a model, and read its statistics."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .config.placement import (
     resolve_placement,
 )
 from .config.quantization_options import Quantization as Quantization
-from .config.quantization_options import read_quantization
+from .config.quantization_options import check_compiling, read_quantization
 from .engine import HostCopies, Stats
 from .errors import ConfigError
 from .export.derived import derive
 from .export.merge import merge as merge
 from .model.adapters import base_test
-from .model.adding import follow_added_adapters, share_adapters
+from .model.added_adapters import follow_added_adapters, share_adapters
 from .model.autocasting import warn_of_autocast
 from .model.backward import end_backward_at_adapters
 from .model.checkpointing import checkpoint_some
-from .model.compiling import compile_layers, read_compile_options, refuse_quantized
+from .model.compiling import compile_layers, read_compile_options
 from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
-from .model.layer_major import split_layers
 from .model.loading import load_sharded
+from .model.micro_batching import split_layers
+from .model.patches import on_release
 from .model.profiling import StepProfiler
 from .model.quantizing import quantize_structure
 from .model.refusals import check_config, check_unquantized
-from .model.releasing import on_release
 from .model.saved import choose_quantization, find_adapter, find_base, read_config
 from .model.sharding import ENGINE_ATTRIBUTE, base_of, engine_of, remember_quantization, shard_structure
 from .model.sources import MemorySource
@@ -59,7 +59,7 @@ _logger = logging.getLogger(__name__)
 def load(
     model_name_or_path: str,
     lora: PeftConfig,
-    placement: str | ResolvedPlacement = "auto",
+    placement: str | PlacementOptions | ResolvedPlacement = "auto",
     *,
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
@@ -88,51 +88,57 @@ def load(
         lora: what PEFT puts on top. The auto class follows its `task_type`: causal LM, or sequence classification.
             PiSSA and OLoRA rewrite the base: a copy of it is derived once and kept, see docs/peft.md.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host`, `file`, or `auto`;
-            or one that is planned already, with nothing left to choose.
-        dtype: the base's, which is also what it computes in: torch's, or its name. `auto`: bfloat16 where the devices
-            of all ranks have instructions for it, and float32 elsewhere, which a line says. The trainer must be told
-            the same: with float32 `bf16=False`, which is not TRL's default.
+            or a plan with nothing left to choose.
+        dtype: the base's, and its compute dtype: torch's, or its name. `auto` is bfloat16 where the devices of all
+            ranks have instructions for it, and float32 elsewhere, and is logged. The trainer's arguments must agree:
+            with float32 `bf16=False`, which is not TRL's default.
         revision: branch, tag or commit of a hub model.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
         quantization: `nf4`, `int8` or `fp8`: the linear weights of decoder layers, and experts, are quantized while
-            they are read; or a `lorashard.Quantization`, which has what is rarely asked for.
-        cache_quantized: keep the quantized base on the disk, so that the next start reads that. One that is there is
-            read whether or not it is asked for.
-        per_device_train_batch_size: rows of a microbatch, as the trainer will be told. With `max_length` it lets
-            `auto` plan for the memory and speed of these ranks, and say why it takes what it takes.
-        max_length: tokens of the longest row, padding included.
+            they are read; or a `lorashard.Quantization`, for the rarer options.
+        cache_quantized: keep the quantized base on the disk, and read that at the next start, which needs no option.
+        per_device_train_batch_size: the trainer's batch size. With `max_length` it lets `auto` plan for the memory and
+            speed of these ranks, and log the reason for its choice.
+        max_length: the maximum sequence length, padding included.
         activation_checkpointing: whether the trainer will use it.
         num_labels: of sequence classification, 1 for a reward model; the default is the config's, mostly 2.
         torch_compile: compile the `forward` of each decoder layer; or arguments of torch.compile, such as
-            `{"mode": ..., "backend": ...}`. Not the trainer's switch, which would compile the sharding too.
-        profile_steps: optimizer steps to trace on each rank, such as `3-5`, counted from 1. What they took, and where
-            the time went, is written when the last of them ends.
-        profile_dir: the folder for it: `rank_K.json` of each rank, and `summary.md`.
-        progress: told on this rank how much is there, of how much, and of what: "bytes" while weights are downloaded,
-            "bytes hashed" of its files, "units converted" and "units" of the model while they are read. By default the
-            person is told on rank 0's stderr of what takes longer than two seconds.
+            `{"mode": ..., "backend": ...}`. The trainer's own option would compile the sharding too.
+        profile_steps: optimizer steps to trace on each rank, such as `3-5`, counted from 1. The traces and a summary
+            are written when the last of them ends.
+        profile_dir: the folder for them: `rank_K.json` of each rank, and `summary.md`.
+        progress: called on this rank with how much is done, of how much, and of what: "bytes" while weights are
+            downloaded, "bytes hashed" of its files, "units converted" and "units" of the model while they are read. By
+            default rank 0 shows on stderr what takes longer than two seconds.
         **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`,
             `cpu_offload`, `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
-        ConfigError: a placement that cannot be, an unknown task, an adapter that rewrites the base in another way, or
-            ranks that accelerate does not see.
+        ConfigError: a placement that is not possible, an unknown task, an adapter that rewrites the base in another
+            way, or ranks that accelerate does not see.
 
-    Ranks: collective over all ranks. Under a launcher the process group is started if it is not (nccl, or gloo on CPU).
+    Ranks: collective over all ranks. Under a launcher it starts the process group if needed (nccl, or gloo on CPU).
     Memory: never more than one unit beyond this rank's shards and slots.
     """
     if (per_device_train_batch_size is None) != (max_length is None):
-        raise ConfigError("per_device_train_batch_size and max_length: expected both, to plan with, or neither")
+        raise ConfigError(
+            option="per_device_train_batch_size and max_length", expected="both, to plan with, or neither", found="one"
+        )
     if num_labels is not None and lora.task_type != TaskType.SEQ_CLS:
-        raise ConfigError(f"num_labels is for sequence classification: task_type is {lora.task_type}, not SEQ_CLS")
+        raise ConfigError(
+            "it is for sequence classification",
+            option="num_labels",
+            expected="task_type SEQ_CLS",
+            found=lora.task_type,
+        )
     profiled = parse_steps(profile_steps) if profile_steps else None
     asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
-    own_device = join_launch(will_train=True)
-    device = own_device if device is None else with_index(device)
+    meant = read_quantization(quantization)
+    device = _join(device)
     dtype = _settle_dtype(dtype, device)
-    compiling = read_compile_options(torch_compile, device, read_quantization(quantization))
+    compiling = read_compile_options(torch_compile, device, meant)
     derived = None
     if is_derived(getattr(lora, "init_lora_weights", None)):
         derived = derive(
@@ -147,7 +153,6 @@ def load(
         )
         model_name_or_path, revision, lora = str(derived.folder), None, derived.lora
     if isinstance(asked, PlacementOptions) and asked.is_placement_open and per_device_train_batch_size and max_length:
-        meant = read_quantization(quantization)
         base = BaseModel(str(model_name_or_path), lora, dtype, revision, trust_remote_code, attn_implementation, meant)
         microbatch = Microbatch(
             per_device_train_batch_size,
@@ -170,7 +175,7 @@ def load(
         attn_implementation=attn_implementation,
         adapter=derived.initial_adapter if derived else None,
         num_labels=num_labels,
-        quantization=read_quantization(quantization),
+        quantization=meant,
         cache_quantized=cache_quantized,
         progress=progress,
     )
@@ -180,7 +185,7 @@ def load(
 def load_adapter(
     adapter: str | Path,
     base: str | None = None,
-    placement: str = "auto",
+    placement: str | PlacementOptions = "auto",
     *,
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
@@ -194,35 +199,38 @@ def load_adapter(
     torch_compile: bool | Mapping[str, Any] = False,
     **placement_options: Any,
 ) -> PeftModel:
-    """Load a saved adapter on its base, which is sharded as `load` does it; for use, or with `is_trainable` to go on.
+    """Load a saved adapter on its base, sharded as by `load`, to use it, or with `is_trainable` to train it further.
 
     Args:
         adapter: the folder of an adapter, of a run (its last checkpoint, if it has not ended), or a hub id.
-        base: where the base is, if not where the adapter says.
-        placement: as for `load`. With `auto` the base is whole on each device if it fits, and else as much of it as
-            does. On a CPU it is read from its own files; where these hold another dtype it is whole in memory if it
-            fits, and else in a copy on the disk, in `dtype`, which a line announces.
+        base: where the base is, if not where the adapter's config says.
+        placement: as for `load`. With `auto` each device holds the base if it fits, and else as many layers as fit.
+            On a CPU it is read from its own files; where these have another dtype it is in memory if it fits, and else
+            in a copy on the disk, in `dtype`, which is logged.
         dtype: as for `load`.
-        quantization: what the base is quantized to, as for `load`, or "none"; not given: what it was in training.
-        num_cached_tokens: tokens of all rows for which `auto` leaves room in a key-value cache.
+        quantization: what the base is quantized to, as for `load`, or "none"; the default is that of training.
+        num_cached_tokens: tokens of all sequences for which `auto` leaves room in a key-value cache.
         torch_compile: as for `load`; layers that fill a key-value cache, as in `generate`, run uncompiled.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit each other.
-        ConfigError: the adapter was trained on another base (unless `allow_base_mismatch`), a prompt is to be trained
-            on, or as for `load`.
+        ConfigError: the adapter was trained on another base (unless `allow_base_mismatch`), a prompt cannot be trained
+            further, or as for `load`.
 
     Ranks: collective over all ranks.
     Memory: as for `load`.
     """
-    asked = read_placement(placement=placement, **placement_options)
+    asked = read_placement(placement=placement, **placement_options) if isinstance(placement, str) else placement
     folder = find_adapter(adapter)
     config = read_config(folder)
     check_config(config)
     base, revision = find_base(folder, config, base, revision)
     if config.is_prompt_learning and is_trainable:
-        raise ConfigError(f"is_trainable: PEFT saves what a {config.peft_type} adapter has learned, not what trains it")
-    config.inference_mode = config.is_prompt_learning  # of others, biases that train are tensors of the adapter
+        raise ConfigError(
+            f"PEFT saves the prompt of a {config.peft_type} adapter, and not what it was computed with",
+            option="is_trainable",
+        )
+    config.inference_mode = config.is_prompt_learning  # otherwise biases that train are tensors of the adapter
     device = join_launch(will_train=is_trainable) if device is None else with_index(device)
     dtype = _settle_dtype(dtype, device)
     meant = choose_quantization(folder, quantization)
@@ -264,34 +272,34 @@ def shard(
         model: every rank holds the same base; adapters may differ and are overwritten by rank 0's.
         placement: where the base rests: `shard` (1/W on each of W ranks), `replicate`, `host` or `auto`.
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
-        quantization: as for `load`. What PEFT has made of the base's numbers already (DoRA's magnitudes, whole modules
-            that train) stays as it is.
+        quantization: as for `load`. What PEFT has computed from the base already (DoRA's magnitudes, modules that
+            train) stays as it is.
         torch_compile, profile_steps, profile_dir: as for `load`.
         **placement_options: as for `load`.
 
     Raises:
-        ConfigError: a placement that cannot be (`file` needs files: see `load`), a base that another library has
+        ConfigError: a placement that is not possible (`file` needs files: see `load`), a base that another library has
             quantized, or ranks that accelerate does not see.
         CheckpointError: the model's structure is not recognized.
 
     Ranks: collective over all ranks.
-    Memory: the model as it is at first; the whole weights are freed a unit at a time.
+    Memory: the model as it is at first; unsharded weights are freed a unit at a time.
     """
     profiled = parse_steps(profile_steps) if profile_steps else None
     options = read_placement(placement=placement, **placement_options)
     if options.placement == "file":
         raise ConfigError(
-            "placement: 'file' reads the base from its checkpoint, but this model is in memory: use lorashard.load, or "
-            "another placement"
+            "'file' reads the base from its checkpoint, but this model is in memory",
+            option="placement",
+            fix="use lorashard.load, or another placement",
         )
     if any(ENGINE_ATTRIBUTE in module.__dict__ for module in model.modules()):
-        raise ConfigError(f"this {type(model).__name__} is sharded already: call lorashard.shard once")
+        raise ConfigError(f"this {type(model).__name__} is sharded already", fix="call lorashard.shard once")
     meant = read_quantization(quantization)
     for config in model.peft_config.values():
         check_config(config, is_in_memory=True, quantization=meant)
     check_unquantized(model, base_test(model))
-    own_device = join_launch(will_train=True)
-    device = own_device if device is None else with_index(device)
+    device = _join(device)
     compiling = read_compile_options(torch_compile, device, meant)
     resolved = _resolve(options)
     name_units(model, resolved.unit_paths)
@@ -316,7 +324,7 @@ def _finish(
 ) -> PeftModel:
     if compiling is not None:
         base = base_of(model)
-        refuse_quantized(base.quantization if base else None)  # files that are quantized already
+        check_compiling(base.quantization if base else None)  # files that are quantized already
         compile_layers(find_layers(model), compiling)
     if resolved.layer_microbatch_size is not None:
         split_layers(find_layers(model), resolved.layer_microbatch_size)
@@ -335,11 +343,17 @@ def stats(model: torch.nn.Module) -> Stats:
     return engine_of(model).stats()
 
 
+def _join(device: torch.device | None) -> torch.device:
+    """Start the process group if needed, and return where this rank computes."""
+    own_device = join_launch(will_train=True)
+    return own_device if device is None else with_index(device)
+
+
 def _settle_dtype(asked: torch.dtype | str, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in; rank 0 says what `auto` became, and what a slow one costs.
+    """Return the dtype to compute in; rank 0 logs what `auto` became, and what a slow one costs.
 
     Raises:
-        ConfigError: `asked` names no dtype that a base computes in.
+        ConfigError: `asked` is no dtype that a base can have.
 
     Ranks: collective over all ranks.
     """

@@ -1,8 +1,8 @@
 """The command line: `lorashard finetune | plan | preview | validate | chat | eval | verify | doctor | env | ...`.
 
-Exit codes: 0 done; 2 the user's mistake, said in one line on stderr; 1 a crash, with a traceback; 75 a run that saved
-and stopped as a signal asked; 128 + n after signal n. Heavy imports wait inside the commands: help and mistakes are
-answered without torch.
+Exit codes: 0 done; 2 the user's mistake, reported in one line on stderr; 1 a crash, with a traceback; 75 a run that
+saved and stopped as a signal asked; 128 + n after signal n. Heavy imports are inside the commands, so that help and
+mistakes are printed without importing torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -28,7 +28,10 @@ from .runtime.output import RESULT_FILE_VARIABLE, leave_out_notices, outlive_ful
 from .runtime.signals import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
+    from .config.base_options import RankOptions
     from .config.use_options import CommandWords
+
+_Options = TypeVar("_Options", bound="RankOptions")
 
 # The libraries that decide what a run computes.
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -71,6 +74,35 @@ class _OptionsCommand(TyperCommand):
         formatter.write(build_options_help())
 
 
+# The commands whose ranks all call one function: the class of their options, the function, and what help prints.
+_RANKED_COMMANDS = {
+    "chat": ("ChatOptions", "lorashard.inference.chat", "chat", "Chat with an adapter on its base."),
+    "merge": (
+        "MergeOptions",
+        "lorashard.export.merge_command",
+        "merge",
+        "Merge an adapter into its base, and write the merged model.",
+    ),
+    "generate": (
+        "GenerateOptions",
+        "lorashard.inference.generation",
+        "generate_file",
+        "Generate completions of a file of prompts with an adapter on its base.",
+    ),
+    "eval": (
+        "EvalOptions",
+        "lorashard.inference.evaluation",
+        "evaluate",
+        "Measure loss, perplexity and exact matches on a dataset.",
+    ),
+    "verify": (
+        "VerifyOptions",
+        "lorashard.diagnostics.verify",
+        "verify",
+        "Check an adapter, a merged model, or that sharding changes no gradient of a model on this machine.",
+    ),
+}
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # brackets in help stay, and rich need not be imported
@@ -89,37 +121,38 @@ def _finetune(ctx: typer.Context, config: _ConfigPath = None) -> int:
     """
     from .config.run_config import RunConfig
 
-    run_config = RunConfig.resolve(config, ctx.args)
+    run_config = _read_handed_over(ctx, RunConfig) or RunConfig.resolve(config, ctx.args)
     from .launch.launcher import finetune
 
-    config_arguments = ["--config", str(config)] if config else []
-    return finetune(run_config, ["finetune", *config_arguments, *ctx.args])
+    return finetune(run_config)
 
 
 @app.command("preview", cls=_OptionsCommand, context_settings=_ANY_OPTIONS)
 def _preview(
     ctx: typer.Context,
     config: _ConfigPath = None,
-    num_rows: Annotated[int, typer.Option("--num_rows", "--num-rows", min=1, help="How many rows.")] = 3,
+    num_rows: Annotated[int, typer.Option("--num_rows", "--num-rows", min=1, help="Number of examples.")] = 3,
 ) -> int:
-    """Show rows as the model will see them.
+    """Print examples as the model will see them, with the supervised tokens marked.
 
-    The tokens that it learns are marked: lorashard preview --model_name_or_path M --dataset D [--num_rows N]
+    lorashard preview --model_name_or_path M --dataset D [--num_rows N]
     """
     from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
     if run_config.method != "sft":
         raise ConfigError(
-            f"preview shows which tokens sft learns, and TRL tokenizes the rows of {run_config.method}: lorashard "
-            "validate checks them"
+            "preview shows the supervised tokens of sft; TRL tokenizes the examples of other methods",
+            option="method",
+            expected="sft",
+            found=run_config.method,
+            fix="check them with lorashard validate",
         )
     with quick_imports():
-        from .config.data_options import DataOptions
         from .data.preview import preview, render_preview
         from .data.tokenizer import load_tokenizer
 
-    rows = preview(DataOptions(**run_config.data_options()), load_tokenizer(**run_config.tokenizer_options()), num_rows)
+    rows = preview(run_config.data_options(), load_tokenizer(**run_config.tokenizer_options()), num_rows)
     print(render_preview(rows, color=sys.stdout.isatty()))
     return 0
 
@@ -128,7 +161,7 @@ def _preview(
 def _validate(ctx: typer.Context, config: _ConfigPath = None) -> int:
     """Check a run without training.
 
-    Takes what finetune takes. Checks options, devices, the model's files and every row of the data; reads no weights.
+    Takes finetune's options. Checks them, devices, the model's files and every example of the data; reads no weights.
     """
     from .config.run_config import RunConfig
 
@@ -147,44 +180,46 @@ def _plan(
     config: _ConfigPath = None,
     gpu_type: Annotated[str | None, typer.Option("--gpu_type", "--gpu-type", help="Plan for these GPUs.")] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu_memory", "--gpu-memory", help="With this much memory each, such as 24GiB.")
+        str | None, typer.Option("--gpu_memory", "--gpu-memory", help="Memory of each GPU, such as 24GiB.")
     ] = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", min=1, help="On this many machines; --gpus counts those of one.")
+        int, typer.Option("--nodes", min=1, help="Number of machines; --gpus counts the GPUs of one.")
     ] = 1,
     peer_gb_per_s: Annotated[
         float | None,
         typer.Option(
-            "--peer_gb_per_s", "--peer-gb-per-s", help="What a GPU receives from others of its machine.", min=0.001
+            "--peer_gb_per_s", "--peer-gb-per-s", help="GB/s that a GPU receives from others of its machine.", min=0.001
         ),
     ] = None,
     network_gb_per_s: Annotated[
         float | None,
         typer.Option(
-            "--network_gb_per_s", "--network-gb-per-s", help="What a machine receives from others.", min=0.001
+            "--network_gb_per_s", "--network-gb-per-s", help="GB/s that a machine receives from others.", min=0.001
         ),
     ] = None,
     epoch_tokens: Annotated[
         int | None,
-        typer.Option("--epoch_tokens", "--epoch-tokens", min=1, help="Tokens of the data, to tell its time."),
+        typer.Option(
+            "--epoch_tokens", "--epoch-tokens", min=1, help="Tokens of the dataset, to predict the time of an epoch."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Say what each placement would cost.
+    """Predict the memory and time of each placement, and which one finetune chooses.
 
-    Bytes, seconds, and which is chosen, from the model's config and headers alone: lorashard plan
-    --model_name_or_path M [--gpus N | --cpu N] [--gpu_type T --nodes N] [any option]
+    Reads the model's config and headers alone: lorashard plan --model_name_or_path M [--gpus N | --cpu N] [--gpu_type T
+    --nodes N] [any option]
     """
     from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path",))
     from .planning.hardware import HardwareOptions
 
-    wanted = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
+    hardware = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
     with quick_imports():
         from .planning.run_plan import forecast
 
-    plan, cluster = forecast(run_config, wanted, epoch_tokens=epoch_tokens)
+    plan, cluster = forecast(run_config, hardware, epoch_tokens=epoch_tokens)
     if as_json:
         print(json.dumps(plan.to_json(), indent=1))
         return 0
@@ -194,94 +229,38 @@ def _plan(
     return 0
 
 
-@app.command("chat", cls=_use_command("ChatOptions"), context_settings=_ANY_OPTIONS)
-def _chat(ctx: typer.Context) -> int:
-    """Talk to an adapter on its base."""
-    from .config.use_options import ChatOptions
-
-    options = ChatOptions.read(ctx.args)
+def _run_in_ranks(ctx: typer.Context) -> int:
+    """Run a command of `_RANKED_COMMANDS`, here or in ranks that are started for it."""
+    options_name, module, function, _ = _RANKED_COMMANDS[ctx.info_name or ""]
+    options_class = getattr(importlib.import_module("lorashard.config.use_options"), options_name)
+    options = _read_handed_over(ctx, options_class) or options_class.read(ctx.args)
     from .launch.launcher import run_command
 
     def work() -> None:
         with quick_imports():
-            from .inference.chat import chat
+            run = getattr(importlib.import_module(module), function)
+        run(options)
 
-        chat(options)
+    exit_code = run_command(ctx.info_name or "", options, work, is_interactive=ctx.info_name == "chat")
+    if exit_code and ctx.info_name == "merge":  # ranks that were killed could not clear up
+        from .runtime.atomic_folder import remove_abandoned
 
-    return run_command(options, ["chat", *ctx.args], work, is_interactive=True)
-
-
-@app.command("merge", cls=_use_command("MergeOptions"), context_settings=_ANY_OPTIONS)
-def _merge(ctx: typer.Context) -> int:
-    """Write an adapter merged into its base, as a model of its own."""
-    from .config.use_options import MergeOptions
-
-    options = MergeOptions.read(ctx.args)
-    from .launch.launcher import run_command
-
-    def work() -> None:
-        with quick_imports():
-            from .export.merge_command import merge
-
-        merge(options)
-
-    exit_code = run_command(options, ["merge", *ctx.args], work)
-    if exit_code:  # ranks that were killed could not clear up
-        from .export.staging import remove_partial
-
-        remove_partial(Path(options.out))
+        remove_abandoned(Path(options.out).resolve())
     return exit_code
 
 
-@app.command("generate", cls=_use_command("GenerateOptions"), context_settings=_ANY_OPTIONS)
-def _generate(ctx: typer.Context) -> int:
-    """Answer a file of prompts with an adapter on its base."""
-    from .config.use_options import GenerateOptions
-
-    options = GenerateOptions.read(ctx.args)
-    from .launch.launcher import run_command
-
-    def work() -> None:
-        with quick_imports():
-            from .inference.generation import generate_file
-
-        generate_file(options)
-
-    return run_command(options, ["generate", *ctx.args], work)
+for _name, (_options_name, _, _, _help) in _RANKED_COMMANDS.items():
+    app.command(_name, cls=_use_command(_options_name), context_settings=_ANY_OPTIONS, help=_help)(_run_in_ranks)
 
 
-@app.command("eval", cls=_use_command("EvalOptions"), context_settings=_ANY_OPTIONS)
-def _eval(ctx: typer.Context) -> int:
-    """Measure loss, perplexity and exact matches on a dataset."""
-    from .config.use_options import EvalOptions
+def _read_handed_over(ctx: typer.Context, options_class: type[_Options]) -> _Options | None:
+    """Return the options that `lorashard.launch` resolved before it started this rank; None in any other process."""
+    from .config.base_options import OPTIONS_FILE
+    from .runtime.devices import find_launcher
 
-    options = EvalOptions.read(ctx.args)
-    from .launch.launcher import run_command
-
-    def work() -> None:
-        with quick_imports():
-            from .inference.evaluation import evaluate
-
-        evaluate(options)
-
-    return run_command(options, ["eval", *ctx.args], work)
-
-
-@app.command("verify", cls=_use_command("VerifyOptions"), context_settings=_ANY_OPTIONS)
-def _verify(ctx: typer.Context) -> int:
-    """Check an adapter, a merged model, or that sharding changes no gradient of a model on this machine."""
-    from .config.use_options import VerifyOptions
-
-    options = VerifyOptions.read(ctx.args)
-    from .launch.launcher import run_command
-
-    def work() -> None:
-        with quick_imports():
-            from .diagnostics.verify import verify
-
-        verify(options)
-
-    return run_command(options, ["verify", *ctx.args], work)
+    if ctx.args[:1] != [OPTIONS_FILE] or not (launcher := find_launcher(os.environ)) or not launcher.is_lorashard:
+        return None
+    return options_class.from_file(Path(ctx.args[1]))
 
 
 @app.command("env")
@@ -296,13 +275,13 @@ def _env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 
 @app.command("doctor", cls=_use_command("DoctorOptions"), context_settings=_ANY_OPTIONS)
 def _doctor(ctx: typer.Context) -> int:
-    """Try packages, GPUs, links, memory and disks here; say what is wrong and how to fix it."""
+    """Test packages, GPUs, links, memory and disks here, and report what is wrong and how to fix it."""
     from .config.use_options import DoctorOptions
 
-    options = DoctorOptions.read(ctx.args)
+    options = _read_handed_over(ctx, DoctorOptions) or DoctorOptions.read(ctx.args)
     from .diagnostics.doctor import diagnose
 
-    return diagnose(options, ["doctor", *ctx.args])
+    return diagnose(options)
 
 
 @app.command("ui", cls=_use_command("UiOptions", "lorashard_ui.serving.options"), context_settings=_ANY_OPTIONS)
@@ -311,11 +290,11 @@ def _ui(ctx: typer.Context) -> int:
 
     lorashard ui [--root runs] [--port 7860] [--host ADDRESS --auth FILE]
     """
-    # By name: the UI stands on lorashard, which knows nothing else of it.
+    # By name: the UI imports lorashard, never the other way round.
     options = importlib.import_module("lorashard_ui.serving.options").UiOptions.read(ctx.args)
     missing = [name for name in ("gradio", "plotly") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the web UI needs {' and '.join(missing)}: pip install 'lorashard[ui]'")
+        raise ConfigError(f"the web UI needs {' and '.join(missing)}", fix="pip install 'lorashard[ui]'")
     return importlib.import_module("lorashard_ui.serving.server").serve(options)
 
 
@@ -356,18 +335,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        # Typer's own errors (an unknown command) know how to show themselves, and their exit code.
+        # Typer's own errors, such as an unknown command.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
             return error.exit_code
         if find_fault(error) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-            refused = ConfigError(f"a disk refuses: {error}; make room or fix it, and run this again")
+            refused = ConfigError(f"a disk refuses: {error}", fix="make room or fix it, and run this again")
             return _report(refused, exit_code=2, is_plain=True)
         return _report(error, exit_code=1, is_plain=False)
 
 
 def _report(error: Exception, exit_code: int, is_plain: bool) -> int:
-    """Say why the command failed, once, however many ranks run it."""
+    """Report why the command failed, once, however many ranks run it."""
     from .runtime.devices import find_launcher
     from .runtime.failures import record_failure
 
@@ -380,15 +359,15 @@ def _report(error: Exception, exit_code: int, is_plain: bool) -> int:
         launcher = find_launcher(os.environ)
     except UserError:
         launcher = None
-    # lorashard's launcher prints it; torchrun's summary has it; where neither is told, each rank speaks.
-    is_told = launcher is not None and "TORCHELASTIC_ERROR_FILE" in os.environ
-    if launcher is None or not is_told or (launcher.rank == 0 and not launcher.is_lorashard):
+    # lorashard's launcher prints it, and torchrun's summary has it; without an error file, each rank prints it.
+    is_recorded = launcher is not None and "TORCHELASTIC_ERROR_FILE" in os.environ
+    if launcher is None or not is_recorded or (launcher.rank == 0 and not launcher.is_lorashard):
         print(f"lorashard: {'' if isinstance(error, RunStopped) else 'error: '}{error}", file=sys.stderr)
     return exit_code
 
 
 def _skip_typer(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames below Typer's own, which tell nothing of the crash."""
+    """Return the frames below Typer's own, which say nothing about the crash."""
     start = frame = frames
     while frame is not None:
         if frame.tb_frame.f_globals.get("__name__", "").startswith("typer."):

@@ -27,13 +27,14 @@ class LorashardError(Exception):
         where: Any = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(problem)  # the rest is pickled with the attributes
+        super().__init__(problem)
         self.problem = problem
         self.option = option
         self.expected = expected
         self.found = found
         self.where = where
         self.fix = fix
+        self.args = (str(self),)  # what torch quotes of an error; pickle restores the fields from the attributes
 
     def __str__(self) -> str:
         sides = (("expected", self.expected), ("found", self.found))
@@ -93,14 +94,15 @@ class RunStopped(LorashardError):
         checkpoint: str | None = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(problem, fix=fix)
-        self.signal = signal
+        self.signal = signal  # before the base's __init__, which composes the sentence
         self.step = step
         self.checkpoint = checkpoint
+        super().__init__(problem, fix=fix)
 
     def __str__(self) -> str:
         if self.checkpoint is not None:
-            return f"stopped by {self.signal}, saved at step {self.step} in {self.checkpoint}; resume it with --resume auto"
+            where = f"saved at step {self.step} in {self.checkpoint}"
+            return f"stopped by {self.signal}, {where}; resume it with --resume auto"
         sentence = super().__str__()
         return f"stopped by {self.signal}: {sentence}" if self.signal else sentence
 

@@ -23,6 +23,10 @@ os.environ.update(
 )
 
 
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)  # whoever started the tests: no run of theirs is a rank of that
+
+
 gc.disable()  # while collecting imports everything: see lorashard.runtime.importing
 
 

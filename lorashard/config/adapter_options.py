@@ -1,4 +1,4 @@
-"""The options of the adapter that is trained, and of how the decoder layers that it is put on are compiled."""
+"""The options of the adapter, and of compiling the decoder layers that hold it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ..errors import ConfigError
-from .initialization import explain_rewriting, is_derived
-from .quantization_options import QuantizationOptions, explain_compiling
+from .initialization import check_initialization, is_derived
+from .quantization_options import QuantizationOptions, check_compiling
 
 
 class AdapterOptions(QuantizationOptions):
     """LoRA on a base that may be quantized."""
 
     lora_r: int = Field(default=16, ge=1)
-    """The low rank of LoRA's matrices."""
+    """The rank of LoRA's matrices."""
     lora_alpha: int = Field(default=32, ge=1)
     """LoRA's scale: the adapter's output is multiplied by lora_alpha / lora_r."""
     lora_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -23,55 +23,55 @@ class AdapterOptions(QuantizationOptions):
     lora_target_modules: str | list[str] = "all-linear"
     """The layers to adapt: `all-linear`, names such as `q_proj,v_proj`, or a regular expression."""
     lora_modules_to_save: list[str] | None = None
-    """Modules to train whole and save beside the adapter."""
+    """Modules to train in full and save with the adapter."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(lora_r)."""
     use_dora: bool = False
     """Weight-decomposed LoRA."""
     init_lora_weights: bool | str = True
-    """How LoRA's matrices begin: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero. With
-    quantization: nf4 also `loftq`: making up for what the base has lost, where lora_alpha equals lora_r. `pissa`,
+    """How LoRA's matrices are initialized: true, `gaussian`, `orthogonal`, or false, which leaves no matrix zero. With
+    quantization: nf4 also `loftq`, which makes up for the quantization error, if lora_alpha equals lora_r. `pissa`,
     `pissa_niter_N` and `olora` train on a copy of the base that is derived once and kept (docs/peft.md)."""
     lora_target_parameters: list[str] | None = None
-    """Parameters to adapt that are no layer's weight, such as fused experts: `mlp.experts.gate_up_proj`."""
+    """Parameters to adapt that are no linear layer's weight, such as fused experts: `mlp.experts.gate_up_proj`."""
     layers_to_transform: list[int] | None = None
-    """Adapt these decoder layers alone, counted from 0; backward ends at the lowest. Needs lora_target_modules that
-    are a list of names."""
+    """Adapt these decoder layers alone, counted from 0; backward ends at the lowest. Needs lora_target_modules as a
+    list of names."""
     loraplus_lr_ratio: float | None = Field(default=None, ge=1)
     """LoRA+: the learning rate of LoRA's B is this many times that of A, which is learning_rate."""
     torch_compile: bool = False
     """Compile the forward of each decoder layer: docs/kernels.md."""
     torch_compile_backend: str | None = None
-    """torch.compile's backend, in place of `inductor`; it implies torch_compile."""
+    """torch.compile's backend, if not `inductor`; implies torch_compile."""
     torch_compile_mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
-    """torch.compile's mode, of those that need no weights at fixed addresses; it implies torch_compile."""
+    """torch.compile's mode, of those that need no weights at fixed addresses; implies torch_compile."""
 
     @field_validator("lora_target_modules")
     @classmethod
     def _name_one_module(cls, value: str | list[str]) -> str | list[str]:
-        """PEFT takes a text for a regular expression of whole paths, which a name alone never matches."""
+        """PEFT takes a string for a regular expression of whole paths, which a name alone never matches."""
         return [value] if isinstance(value, str) and value.isidentifier() else value
 
     @model_validator(mode="after")
     def _check_adapter(self) -> AdapterOptions:
         quantization = self.resolve_quantization()
-        reason = explain_rewriting(self.init_lora_weights, quantization.format if quantization else None, is_new=True)
+        check_initialization(self.init_lora_weights, quantization.format if quantization else None, is_new=True)
         if self.compile_options() is not False:
-            reason = reason or explain_compiling(quantization)
-        if reason is not None:
-            raise ConfigError(reason)
+            check_compiling(quantization)
         is_known = self.init_lora_weights in (True, False, "gaussian", "orthogonal", "loftq")
         if not is_known and not is_derived(self.init_lora_weights):
             raise ConfigError(
-                "init_lora_weights: expected true, false, gaussian, orthogonal, loftq, pissa, pissa_niter_N or olora, "
-                f"found {self.init_lora_weights!r}"
+                option="init_lora_weights",
+                expected="true, false, gaussian, orthogonal, loftq, pissa, pissa_niter_N or olora",
+                found=repr(self.init_lora_weights),
             )
         if self.init_lora_weights == "loftq":
             self._check_loftq()
         if self.layers_to_transform is not None and isinstance(self.lora_target_modules, str):
             raise ConfigError(
-                "layers_to_transform: PEFT needs lora_target_modules as a list of names with it, such as "
-                f"q_proj,v_proj, found '{self.lora_target_modules}'"
+                option="layers_to_transform",
+                expected="lora_target_modules as a list of names with it, such as q_proj,v_proj",
+                found=repr(self.lora_target_modules),
             )
         return self
 
@@ -79,23 +79,26 @@ class AdapterOptions(QuantizationOptions):
         for option in ("use_dora", "lora_target_parameters"):
             if getattr(self, option):
                 raise ConfigError(
-                    f"{option}: LoftQ initializes plain LoRA of linear layers alone: leave it or init_lora_weights out"
+                    "LoftQ initializes plain LoRA of linear layers alone",
+                    option=option,
+                    fix="leave it or init_lora_weights out",
                 )
         expected = self.lora_r**0.5 if self.use_rslora else self.lora_r
-        if self.lora_alpha != expected:  # PEFT's LoftQ does not divide by the scale: it would add to what is lost
+        if self.lora_alpha != expected:  # PEFT's LoftQ does not divide by the scale: it would add to the error
             raise ConfigError(
-                "lora_alpha: init_lora_weights 'loftq' makes up for what quantizing has lost only where the adapter's "
-                f"scale is 1, so expected {expected:g} with lora_r {self.lora_r}"
-                f"{' and use_rslora' if self.use_rslora else ''}, found {self.lora_alpha}"
+                "LoftQ makes up for the quantization error only if the adapter's scale is 1",
+                option="lora_alpha",
+                expected=f"{expected:g} with lora_r {self.lora_r}{' and use_rslora' if self.use_rslora else ''}",
+                found=self.lora_alpha,
             )
 
     def compile_options(self) -> bool | dict[str, str]:
-        """Return the `torch_compile` of `load`. The trainer is told nothing of it: its switch compiles whole models."""
+        """Return the `torch_compile` of `load`. The trainer is not given it: its option compiles whole models."""
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         return {name: value for name, value in given.items() if value is not None} or self.torch_compile
 
     def describe_lora(self) -> dict[str, Any]:
-        """Return the arguments of PEFT's `LoraConfig`, but for the task."""
+        """Return the arguments of PEFT's `LoraConfig`, without the task type."""
         return {
             "r": self.lora_r,
             "lora_alpha": self.lora_alpha,

@@ -1,4 +1,4 @@
-"""What `--help` says of the options: the configuration's own fields, by group."""
+"""The options in `--help`: the fields of the configuration, by group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from .adapter_options import AdapterOptions
 from .base_options import BaseOptions
 from .data_options import DataOptions
 from .methods import METHODS
@@ -17,65 +18,31 @@ from .placement import PlacementOptions
 from .quantization_options import QuantizationOptions
 from .run_config import RunConfig
 
-_HELP_GROUPS = {
-    "The run": (
-        "model_name_or_path",
-        "method",
-        "dataset",
-        "output_dir",
-        "overwrite_output_dir",
-        "queue",
-        "global_batch_size",
-        "profile_steps",
-    ),
-    "Surviving": (
-        "resume_from_checkpoint",
-        "max_restarts",
-        "heartbeat_timeout",
-        "on_nonfinite",
-    ),
-    "Where the base rests": (),  # all of PlacementOptions
-    "A quantized base": (),  # all of QuantizationOptions
-    "The base and the ranks": (),  # all of BaseOptions
-    "Chat": ("chat_template_path", "eos_token"),
-    "Evaluation": ("early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
-    "LoRA": (
-        "lora_r",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "lora_target_parameters",
-        "layers_to_transform",
-        "lora_modules_to_save",
-        "init_lora_weights",
-        "use_rslora",
-        "use_dora",
-        "loraplus_lr_ratio",
-    ),
-    "Compilation": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    "Rewards": ("reward_funcs", "reward_model_name_or_path"),
-    "Data": (),  # all of DataOptions but the dataset and what is for sft alone
-    "Data of sft": (),
-}
-
 
 def group_options() -> dict[str, tuple[str, ...]]:
-    """Return the names of lorashard's own options under the titles that help gives them."""
-
+    """Return the names of lorashard's own options by the titles of their groups."""
     data = [name for name in DataOptions.model_fields if name != "dataset"]
     is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
-    return _HELP_GROUPS | {
-        "Where the base rests": (*PlacementOptions.model_fields, "activation_checkpointing"),
-        "A quantized base": tuple(QuantizationOptions.model_fields),
-        "The base and the ranks": tuple(BaseOptions.model_fields),
+    adapter = [name for name in AdapterOptions.model_fields if name not in QuantizationOptions.model_fields]
+    return {
+        "The run": ("model_name_or_path", "method", "dataset", "output_dir", "overwrite_output_dir", "queue")
+        + ("global_batch_size", "profile_steps"),
+        "Resuming and failures": ("resume_from_checkpoint", "max_restarts", "heartbeat_timeout", "on_nonfinite"),
+        "Placement of the base": (*PlacementOptions.model_fields, "activation_checkpointing"),
+        "Quantization": tuple(QuantizationOptions.model_fields),
+        "Base and ranks": tuple(BaseOptions.model_fields),
+        "Chat": ("chat_template_path", "eos_token"),
+        "Evaluation": ("early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
+        "LoRA": tuple(name for name in adapter if not name.startswith("torch_compile")),
+        "Compilation": tuple(name for name in adapter if name.startswith("torch_compile")),
+        "Rewards": ("reward_funcs", "reward_model_name_or_path"),
         "Data": tuple(name for name in data if is_shared[name]),
         "Data of sft": tuple(name for name in data if not is_shared[name]),
     }
 
 
 def build_options_help() -> str:
-    """Return the main options by group, from the configuration's own fields."""
-
+    """Return the help of a run's options."""
     num_options = len(read_trainer_options().keys() - REFUSED_OPTIONS)
     rates = ", ".join(
         f"{m.name} {m.learning_rate:.0e}".replace("e-0", "e-") for m in METHODS.values() if m.name != "sft"
@@ -92,7 +59,7 @@ def build_options_help() -> str:
           --learning_rate 1e-4, --max_steps 100, --per_device_train_batch_size 2, --report_to tensorboard, ...
           and with another --method those of its class, such as --beta: {", ".join(config_classes[1:])}.
           lorashard's own defaults are learning_rate 2e-4 ({rates}), lr_scheduler_type cosine,
-          activation checkpointing on, and eval_strategy epoch where there is an eval_dataset. All of them, explained:
+          activation checkpointing on, and eval_strategy epoch with an eval_dataset. All of them are described in
           https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig, dpo_trainer#trl.DPOConfig, ...
 
         --a_b and --a-b, --key value and --key=value are the same; a bare --flag is true. The same names are the keys
@@ -102,7 +69,7 @@ def build_options_help() -> str:
 
 
 def describe_fields(options: type[BaseModel], names: Sequence[str]) -> list[str]:
-
+    """Return the lines of help of some fields: name and choices, then description and default."""
     known = read_own_options(options)
     lines = []
     for name in names:

@@ -1,7 +1,7 @@
-"""Names and values of options: read TRL's from its source, parse values, read YAML files and command lines.
+"""Options: TRL's, read from its source; values, parsed by type; YAML files and command lines.
 
-Nothing here imports torch, transformers or TRL, so that a mistake in an option is answered at once. One parser serves
-the command line and YAML, where every plain value is taken as text first: `no`, `2e-4` and `007` mean what the option's
+Nothing here imports torch, transformers or TRL, so that a mistake in an option is reported at once. One parser serves
+the command line and YAML, where every plain value is read as text first: `no`, `2e-4` and `007` mean what the option's
 type says, not what YAML 1.1 makes of them.
 """
 
@@ -13,19 +13,25 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 COMMAND_LINE = "command line"
+
+# The files that declare TRL's configuration classes, the classes that these inherit from, and the enumerations of both.
+_SOURCES = {
+    "trl": ("trainer/*_config.py",),
+    "transformers": ("training_args.py", "trainer_utils.py", "debug_utils.py"),
+}
 
 _KIND_NAMES = {
     "bool": "true or false",
@@ -40,7 +46,7 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, the kinds of value it takes (keys of `_KIND_NAMES`), and its values where they are few.
+    """One option: its name, the kinds of value it takes (keys of `_KIND_NAMES`), and its choices if it has any.
 
     `default` and `help` are as they stand in the source of TRL or transformers, for people to read.
     """
@@ -53,8 +59,12 @@ class Option:
     help: str = ""
 
     @classmethod
-    def from_annotation(cls, name: str, annotation: str, reader: _SourceReader | None = None) -> Option:
-        """Read an option's type from its annotation as it stands in the source."""
+    def from_annotation(cls, name: str, annotation: str, classes: Mapping[str, ast.ClassDef] | None = None) -> Option:
+        """Return the option that an annotation in a source file declares.
+
+        Args:
+            classes: those that the annotation may name, of which enumerations of strings are choices.
+        """
         kinds: set[str] = set()
         choices: list[str] = []
         element_kind = None
@@ -72,17 +82,17 @@ class Option:
                 kinds.add(head_name)
                 if head_name == "list" and isinstance(part, ast.Subscript):
                     element_kind = ast.unparse(part.slice)
-            elif isinstance(part, ast.Name) and reader is not None:
-                enum_values = reader.read_enum(part.id)
-                kinds |= {"str"} if enum_values else set()
-                choices += enum_values
+            elif isinstance(part, ast.Name) and classes and part.id in classes:
+                members = _read_enum(classes[part.id])
+                kinds |= {"str"} if members else set()
+                choices += members
         if element_kind not in ("str", "int", "float"):
             element_kind = None
         return cls(name, frozenset(kinds), element_kind, tuple(choices))
 
     @property
     def expected(self) -> str:
-        """What to tell a person who gave something else."""
+        """The values that the option takes, in words."""
         if self.choices:
             names = [f"'{choice}'" for choice in self.choices]
             names += [_KIND_NAMES[kind] for kind in ("bool", "none") if kind in self.kinds]
@@ -98,7 +108,7 @@ class Option:
             where: The file and line, or the like, for the error.
 
         Raises:
-            ConfigError: The value is of another type or not among the choices.
+            ConfigError: The value is of another type, or not among the choices.
         """
         try:
             return self._parse_text(value) if isinstance(value, str) else self._check_typed(value)
@@ -106,9 +116,8 @@ class Option:
             is_bare = value is True and where == COMMAND_LINE
             found = "no value" if is_bare else "nothing" if value is None else repr(value)
             nearest = difflib.get_close_matches(str(value), self.choices, n=1)
-            hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-            place = f" ({where})" if where else ""
-            raise ConfigError(f"{self.name}: expected {self.expected}, found {found}{place}{hint}") from None
+            fix = f"did you mean '{nearest[0]}'?" if nearest else None
+            raise ConfigError(option=self.name, expected=self.expected, found=found, where=where, fix=fix) from None
 
     def _parse_text(self, written: str) -> Any:
         text = written.strip()
@@ -155,7 +164,7 @@ class Option:
 
 @dataclass(frozen=True)
 class GivenOption:
-    """An option as somebody wrote it."""
+    """An option as the user wrote it, and where."""
 
     name: str
     value: Any
@@ -166,101 +175,73 @@ class GivenOption:
 def read_trainer_options(config_class: str = "SFTConfig") -> dict[str, Option]:
     """Return every option of a configuration class of the installed TRL, with those it inherits from transformers.
 
-    They are read from the packages' source, which takes 0.05 s where importing them takes many seconds.
+    They are read from the packages' source, which takes 0.1 s where importing the packages takes many seconds.
 
     Raises:
         ConfigError: A package is missing, or its source is not where it was.
     """
-    reader = _SourceReader()
-    path, node = reader.find_class(_find_package("trl") / "trainer" / "__init__.py", config_class)
+    classes = _read_classes()
     options: dict[str, Option] = {}
-    for ancestor_path, ancestor in reversed(reader.find_ancestry(path, node)):
-        reader.current_path = ancestor_path
+    for ancestor in reversed(_find_ancestry(config_class, classes)):
         for statement in ancestor.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name = statement.target.id
                 if not name.startswith("_"):
-                    option = Option.from_annotation(name, ast.unparse(statement.annotation), reader)
+                    option = Option.from_annotation(name, ast.unparse(statement.annotation), classes)
                     options[name] = replace(option, **_read_field(statement.value))
     return options
+
+
+@functools.cache
+def _read_classes() -> dict[str, ast.ClassDef]:
+    """Return the classes that `_SOURCES` declare, by name."""
+    classes: dict[str, ast.ClassDef] = {}
+    for package, patterns in _SOURCES.items():
+        for path in (path for pattern in patterns for path in sorted(_find_package(package).glob(pattern))):
+            try:
+                module = ast.parse(path.read_text(encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot be read: {error.strerror}", where=path, fix=f"install {package} again"
+                ) from error
+            classes |= {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+    return classes
+
+
+def _find_ancestry(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """Return a class and the classes that it inherits from, nearest first."""
+    if name not in classes:
+        raise ConfigError(
+            f"the installed versions of trl and transformers have no class {name} where it is expected",
+            fix="install the versions that lorashard supports",
+        )
+    bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id != "object"]
+    return [classes[name], *(ancestor for base in bases for ancestor in _find_ancestry(base, classes))]
+
+
+def _read_enum(node: ast.ClassDef) -> list[str]:
+    """Return the values of an enumeration of strings; of another class nothing."""
+    values = [statement.value for statement in node.body if isinstance(statement, ast.Assign)]
+    return [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 
 
 def _read_field(value: ast.expr | None) -> dict[str, Any]:
     """Return the default and the help that a dataclass's field is declared with."""
     if not isinstance(value, ast.Call):
         return {"default": ast.unparse(value)} if value else {}
-    said: dict[str, str] = {}
-    for keyword in value.keywords:
-        if keyword.arg == "default":
-            said["default"] = ast.unparse(keyword.value)
-        elif keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
-            for key, text in zip(keyword.value.keys, keyword.value.values, strict=True):
-                is_help = isinstance(key, ast.Constant) and key.value == "help"
-                if is_help and isinstance(text, ast.Constant):
-                    said["help"] = str(text.value)
-    return said
-
-
-class _SourceReader:
-    """Finds classes in source files and follows their imports; each file is parsed once."""
-
-    def __init__(self) -> None:
-        self._modules: dict[Path, ast.Module] = {}
-        self.current_path = Path()
-
-    def find_class(self, path: Path, name: str) -> tuple[Path, ast.ClassDef]:
-        module = self._parse(path)
-        for node in module.body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                return path, node
-        for statement in ast.walk(module):
-            if isinstance(statement, ast.ImportFrom) and name in [a.asname or a.name for a in statement.names]:
-                source = self._locate(path, statement)
-                if source is not None:
-                    return self.find_class(source, name)
-        raise ConfigError(f"class {name} was not found from {path}: this version of its package is not supported")
-
-    def find_ancestry(self, path: Path, node: ast.ClassDef) -> list[tuple[Path, ast.ClassDef]]:
-        """Return a class and its bases, nearest first."""
-        ancestry = [(path, node)]
-        for base in node.bases:
-            if isinstance(base, ast.Name) and base.id != "object":
-                ancestry += self.find_ancestry(*self.find_class(path, base.id))
-        return ancestry
-
-    def read_enum(self, name: str) -> list[str]:
-        """Return the values of an enumeration of strings that the current file defines or imports, else nothing."""
-        try:
-            _, node = self.find_class(self.current_path, name)
-        except ConfigError:
-            return []
-        values = [statement.value for statement in node.body if isinstance(statement, ast.Assign)]
-        return [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-
-    def _parse(self, path: Path) -> ast.Module:
-        if path not in self._modules:
-            try:
-                self._modules[path] = ast.parse(path.read_text(encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be read: {error.strerror}; is its package whole?") from error
-        return self._modules[path]
-
-    @staticmethod
-    def _locate(path: Path, node: ast.ImportFrom) -> Path | None:
-        if node.level:
-            target = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-        elif node.module == "transformers":  # its front door is lazy, so the name leads no further
-            target = _find_package("transformers") / "training_args"
-        else:
-            return None
-        source = target.with_suffix(".py")
-        return source if source.is_file() else None
+    keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+    declared = {"default": ast.unparse(keywords["default"])} if "default" in keywords else {}
+    metadata = keywords.get("metadata")
+    for key, text in zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ():
+        if isinstance(key, ast.Constant) and key.value == "help" and isinstance(text, ast.Constant):
+            declared["help"] = str(text.value)
+    return declared
 
 
 def _find_package(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"the package {name} is not installed: pip install {name}")
+        raise ConfigError(f"the package {name} is not installed", fix=f"pip install {name}")
     return Path(spec.origin).parent
 
 
@@ -315,7 +296,7 @@ def read_yaml_options(path: Path) -> list[GivenOption]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"the configuration file {path} cannot be read: {reason}") from error
+        raise ConfigError(f"cannot be read: {reason}", option="config", where=path) from error
     return parse_yaml_options(text, str(path))
 
 
@@ -323,8 +304,8 @@ def parse_yaml_options(text: str, path: str) -> list[GivenOption]:
     """Return the options of flat YAML, as `read_yaml_options` does.
 
     Args:
-        text: Of the file, or of what stands for one.
-        path: Its name in messages.
+        text: The YAML.
+        path: Its name in errors.
 
     Raises:
         ConfigError: It is not YAML, not a mapping, or names an option twice.
@@ -335,7 +316,7 @@ def parse_yaml_options(text: str, path: str) -> list[GivenOption]:
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected lines of `option: value`, found {_describe_node(root)}")
+            raise ConfigError(where=path, expected="lines of `option: value`", found=_describe_node(root))
         _refuse_duplicates(root, path)
         given = []
         for key, node in root.value:
@@ -345,9 +326,9 @@ def parse_yaml_options(text: str, path: str) -> list[GivenOption]:
         return given
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from error
+        raise ConfigError(f"not valid YAML: {error.problem}", where=f"{path}{line}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path) from error
     finally:
         loader.dispose()
 
@@ -365,10 +346,12 @@ def _refuse_duplicates(node: yaml.Node, path: str) -> None:
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{path}, line {line}: expected the name of an option, found {_describe_node(key)}")
+                raise ConfigError(
+                    where=f"{path}, line {line}", expected="the name of an option", found=_describe_node(key)
+                )
             if key.value in lines:
                 raise ConfigError(
-                    f"{path}, line {line}: '{key.value}' is given twice, first in line {lines[key.value]}"
+                    f"given twice, first in line {lines[key.value]}", option=key.value, where=f"{path}, line {line}"
                 )
             lines[key.value] = line
     for child in children:
@@ -387,7 +370,7 @@ def read_command_line(tokens: Sequence[str]) -> list[GivenOption]:
             name, equals, value = token[2:].partition("=")
             given.append((name, [value] if equals else []))
         elif re.match(r"-[A-Za-z]", token) or not given:
-            raise ConfigError(f"expected an option such as --learning_rate 2e-4, found '{token}' ({COMMAND_LINE})")
+            raise ConfigError(where=COMMAND_LINE, expected="an option such as --learning_rate 2e-4", found=f"'{token}'")
         else:
             given[-1][1].append(token)
     return [GivenOption(name, _join_words(words), COMMAND_LINE) for name, words in given]
@@ -400,16 +383,31 @@ def _join_words(words: list[str]) -> Any:
 
 
 def find_nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that `name` was probably meant to be, if any is near."""
+    """Return the name that `name` is probably a misspelling of, if any is near."""
     nearest = difflib.get_close_matches(name, list(names), n=1)
     return nearest[0] if nearest else None
 
 
 def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
-    """Return the options that are the fields of a class and of those that it inherits from."""
+    """Return the options that the fields of a class declare, inherited ones included."""
     own = {}
     for owner in reversed(cls.__mro__):
         for name, annotation in owner.__dict__.get("__annotations__", {}).items():
             if name in cls.model_fields:
                 own[name] = Option.from_annotation(name, annotation)
     return own
+
+
+def to_config_error(error: ValidationError) -> ConfigError:
+    """Return pydantic's first complaint about an option as an error of ours."""
+    problem = error.errors()[0]
+    if problem["type"] == "missing":
+        return ConfigError("has to be given", option=str(problem["loc"][0]), fix=f"give --{problem['loc'][0]}")
+    reason = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return ConfigError(reason)
+    name = str(problem["loc"][0])  # the rest of the path is pydantic's own names of a union's members
+    expected = reason.removeprefix("Input should be ")
+    if expected != reason:
+        return ConfigError(option=name, expected=expected, found=repr(problem["input"]))
+    return ConfigError(f"{reason[:1].lower()}{reason[1:]}", option=name, found=repr(problem["input"]))

@@ -16,12 +16,16 @@ def choose_precision(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     asked = {flag: name for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")) if options.get(flag)}
     if len(asked) == 2:
-        raise ConfigError("bf16 and fp16 are both true: choose one")
+        raise ConfigError("bf16 and fp16 are both true", option="bf16", fix="choose one")
     for flag, name in asked.items():
         dtype = options.get("dtype", name)
         if dtype not in (name, "auto"):
-            raise ConfigError(f"{flag}: true and dtype: {dtype} contradict each other: the base computes in its dtype")
+            raise ConfigError(
+                "contradicts dtype", option=flag, expected=f"dtype: {name} with it", found=f"dtype: {dtype}"
+            )
         return {"dtype": name}
     if options.get("dtype") == "float16" and options.get("fp16") is False:
-        raise ConfigError("fp16: false and dtype: float16 contradict each other: float16 needs fp16's loss scaling")
+        raise ConfigError(
+            "contradicts dtype", option="fp16", expected="true with dtype: float16, for its loss scaling", found="false"
+        )
     return {}

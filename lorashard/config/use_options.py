@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..errors import ConfigError
 from .base_options import BaseOptions, RankOptions
-from .data_options import DataOptions
-from .options import read_command_line
-from .placement import PlacementOptions, explain_invalid
+from .data_options import DataOptions, ExampleOptions
+from .options import read_command_line, to_config_error
+from .placement import PlacementOptions
 from .run_config import collect_options, read_own_options
 
 
 class CommandWords(BaseModel):
-    """What a command takes: first its positional words, then options."""
+    """The words of a command: first positional ones, then options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -26,7 +26,7 @@ class CommandWords(BaseModel):
 
     @classmethod
     def find_own_names(cls) -> list[str]:
-        """Return the names of the options, without the positional words; those of all commands last."""
+        """Return the names of the options, without the positional words; those that commands share come last."""
         shared = [*PlacementOptions.model_fields, *BaseOptions.model_fields]
         own = [name for name in cls.model_fields if name not in shared and name not in cls.positionals]
         return own + [name for name in shared if name in cls.model_fields]
@@ -44,8 +44,10 @@ class CommandWords(BaseModel):
                 break
             plain.append(word)
         if len(plain) < cls.num_required:
-            missing = cls.positionals[len(plain)]
-            raise ConfigError(f"no {missing}: give {' '.join(cls.positionals).upper()} first, then the options")
+            usage = " ".join(cls.positionals).upper()
+            raise ConfigError(
+                "has to be given", option=cls.positionals[len(plain)], fix=f"give {usage} first, then the options"
+            )
         known = read_own_options(cls)
         known |= {short: known[name] for name, short in cls.short_names.items() if name in known}
         given = collect_options(read_command_line(words[len(plain) :]), known)
@@ -53,92 +55,97 @@ class CommandWords(BaseModel):
         try:
             return cls(**given | dict(zip(cls.positionals, plain, strict=False)))
         except ValidationError as error:
-            raise ConfigError(explain_invalid(error)) from error
+            raise to_config_error(error) from error
 
 
 class CommandOptions(CommandWords, RankOptions):
-    """What a command takes that computes on ranks."""
+    """The options of a command that runs on ranks."""
 
 
-class UseOptions(PlacementOptions, BaseOptions, CommandOptions):
-    """An adapter on its base, which rests anywhere."""
+class BaseCommandOptions(BaseOptions, CommandOptions):
+    """The options of a command whose ranks compute with a base."""
+
+
+class UseOptions(PlacementOptions, BaseCommandOptions):
+    """A base in any placement, and the adapter on it."""
 
     base: str | None = None
-    """The base's folder or hub id, if it is not where the adapter says."""
+    """The base's folder or hub id, if it is not where the adapter's configuration says."""
     quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
-    """What the base is quantized to. Not given: what it was when the adapter was trained."""
-
-    def placement_options(self) -> dict[str, Any]:
-        """Return the arguments of `load` that say where the base rests."""
-        return {name: getattr(self, name) for name in PlacementOptions.model_fields if name in self.model_fields_set}
+    """How the base is quantized. Default: as when the adapter was trained."""
 
 
-class MergeOptions(BaseOptions, CommandOptions):
+class AdapterUseOptions(UseOptions):
+    """A command whose first word is an adapter to use."""
+
+    positionals = ("adapter",)
+    num_required = 1
+
+    adapter: str
+    """An adapter's folder, a run's folder, or a hub id."""
+    base_only: bool = False
+    """Use the base alone, with the adapter disabled."""
+
+
+class MergeOptions(BaseCommandOptions):
     """`lorashard merge ADAPTER OUT`."""
 
     positionals = ("adapter", "out")
     num_required = 2
 
     adapter: str
-    """An adapter's folder, a run's, or a hub id."""
+    """An adapter's folder, a run's folder, or a hub id."""
     out: str
-    """The folder of the merged model, which does not exist yet."""
+    """The folder of the merged model, which must not exist yet."""
     base: str | None = None
-    """The base's folder or hub id, if it is not where the adapter says."""
+    """The base's folder or hub id, if it is not where the adapter's configuration says."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """What is computed in and written. `auto`, unlike in training: the dtype that the base is stored in."""
+    """The dtype of the computation and of the merged model. `auto`, unlike in training: the base's stored dtype."""
     quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
-    """What the base is quantized to before it is dequantized and merged. Not given: what it was when the adapter was
-    trained; `none` merges into the original weights."""
+    """Quantize the base, and dequantize it again, before merging. Default: as when the adapter was trained; `none`
+    merges into the original weights."""
     requantize: Literal["nf4", "int8"] | None = None
-    """Quantize what is merged, and write it as bitsandbytes does, for transformers to load. With nf4, scales are
+    """Quantize the merged model, and write it as bitsandbytes does, for transformers to load. With nf4, scales are
     quantized too if they were in training."""
     max_shard_size: str = Field(default="5GB", pattern=r"^\d+ ?([KMGT]i?B)?$")
-    """The largest file of weights: bytes, or such as 5GB or 500MB."""
+    """The largest file of weights, in bytes or as 5GB or 500MB."""
     push_to_hub: str | None = None
-    """Upload the merged model to this repo of the Hugging Face hub; it is made if it is not there."""
+    """Upload the merged model to this repo of the Hugging Face hub, which is created if it does not exist."""
     hub_private_repo: bool | None = None
-    """Whether a repo that is made is private; not given: as your account or organization has it."""
+    """Whether a created repo is private. Default: as your account or organization has it."""
 
 
-class GenerateOptions(UseOptions):
+class GenerateOptions(AdapterUseOptions):
     """`lorashard generate ADAPTER --prompts P --out O`."""
 
-    positionals = ("adapter",)
-    num_required = 1
-
-    adapter: str
-    """An adapter's folder, a run's, or a hub id."""
     prompts: str
-    """A JSON lines file with a `prompt` (text, or messages) or `messages` in each row."""
+    """A JSON lines file with a `prompt` (text, or messages) or `messages` in each line."""
     out: str
-    """The file to write: each row of the prompts with its `completion`."""
-    base_only: bool = False
-    """Answer with the adapter off."""
+    """The file to write: each line of the prompts with its `completion`."""
     compare: bool = False
     """Answer with the adapter and without it."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """How many tokens an answer may have."""
+    """Max tokens of an answer."""
     do_sample: bool = False
     """Sample; otherwise the most probable token is taken each time."""
     temperature: float = Field(default=1.0, gt=0)
-    """What sampling divides the logits by."""
+    """The temperature of sampling."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most probable tokens that together have this probability."""
     top_k: int = Field(default=50, ge=0)
     """Sample from this many of the most probable tokens; 0 for all."""
     seed: int = 42
-    """Of the sampling."""
+    """The seed of sampling."""
     as_chat: bool = False
-    """Take a `prompt` that is a text as what a user says, and write it with the chat template."""
+    """Take a `prompt` that is a text as a user's message, and write it with the chat template."""
     batch_size: Literal["auto"] | int = "auto"
-    """Rows at once on each rank; `auto` takes as many as memory holds."""
+    """Batch size per device; `auto` takes as many prompts as memory holds."""
 
     @model_validator(mode="after")
     def _check(self) -> GenerateOptions:
         _refuse_base_twice(self)
         if self.batch_size != "auto" and self.batch_size < 1:
-            raise ConfigError(f"batch_size: expected auto, or 1 or more; found {self.batch_size}")
+            raise ConfigError(option="batch_size", expected="auto, or 1 or more", found=self.batch_size)
         return self
 
 
@@ -149,35 +156,28 @@ class AnswerOptions(BaseModel):
     """How a chat answers."""
 
     system: str | None = None
-    """The system's message."""
+    """The system message."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """How many tokens an answer may have."""
+    """Max tokens of an answer."""
     do_sample: bool = True
     """Sample; with false the most probable token is taken each time."""
     temperature: float = Field(default=0.7, gt=0)
-    """What sampling divides the logits by."""
+    """The temperature of sampling."""
     top_p: float = Field(default=0.9, gt=0, le=1)
     """Sample from the most probable tokens that together have this probability."""
     top_k: int = Field(default=50, ge=0)
     """Sample from this many of the most probable tokens; 0 for all."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """Of the sampling."""
+    """The seed of sampling."""
 
 
-class ChatOptions(AnswerOptions, UseOptions):
+class ChatOptions(AnswerOptions, AdapterUseOptions):
     """`lorashard chat ADAPTER`."""
 
-    positionals = ("adapter",)
-    num_required = 1
-
-    adapter: str
-    """An adapter's folder, a run's, or a hub id."""
-    base_only: bool = False
-    """Talk to the base, with the adapter off."""
     compare: bool = False
     """Answer with the adapter and without it, one after the other."""
     as_json: bool = False
-    """Talk with a program: JSON lines on stdin and stdout."""
+    """Serve a program: JSON lines on stdin and stdout."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatOptions:
@@ -191,83 +191,64 @@ class ChatRequest(AnswerOptions):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     content: str | None = None
-    """What the user says next, in the conversation that is kept for each source."""
+    """The user's next message, in the conversation that is kept for each source."""
     sources: list[Source] | None = Field(default=None, min_length=1)
-    """Who answers `content`."""
+    """Which of adapter and base answer `content`."""
     conversations: dict[Source, str | list[dict[str, Any]]] | None = Field(default=None, min_length=1)
-    """Messages to answer, or a text to go on with, by who answers: as they stand, and without being kept."""
+    """By source: messages to answer, or a text to continue. They are not kept."""
     reset: bool = False
     """Forget the conversations that are kept."""
     cancel: bool = False
-    """End the answer that is being made."""
+    """End the answer that is being generated."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         num_asked = sum((self.content is not None, self.conversations is not None, self.reset, self.cancel))
         if num_asked != 1:
             raise ConfigError(
-                "expected one of content, conversations, reset and cancel, found "
-                + ("none" if num_asked == 0 else "several")
+                expected="one of content, conversations, reset and cancel", found="several" if num_asked else "none"
             )
         if self.sources is not None and len(set(self.sources)) < len(self.sources):
-            raise ConfigError("sources: expected each once")
+            raise ConfigError(option="sources", expected="each once", found=self.sources)
         if self.conversations is not None and (self.sources is not None or self.system is not None):
-            raise ConfigError("conversations name their sources and hold their system messages: leave these out")
+            raise ConfigError(
+                "they name their sources and hold their system messages",
+                option="conversations",
+                fix="leave sources and system out",
+            )
         return self
 
 
 def _refuse_base_twice(options: GenerateOptions | ChatOptions) -> None:
     if options.base_only and options.compare:
-        raise ConfigError("base_only and compare are both given: compare answers with and without the adapter already")
+        raise ConfigError(
+            "compare answers without the adapter already", option="base_only", fix="leave it or compare out"
+        )
 
 
-class EvalOptions(UseOptions):
-    """`lorashard eval ADAPTER --dataset D`."""
+class EvalOptions(ExampleOptions, AdapterUseOptions):
+    """`lorashard eval ADAPTER --dataset D`.
 
-    positionals = ("adapter",)
-    num_required = 1
+    `dataset_split` is not `train`, as in training: examples that the adapter was trained on would flatter it.
+    """
 
-    adapter: str
-    """An adapter's folder, a run's, or a hub id."""
     dataset: str = Field(min_length=1)
     """A .jsonl, .json, .csv or .parquet file, a folder of such files, or the id of a Hugging Face hub dataset."""
-    dataset_config: str | None = None
-    """The configuration (subset) of a hub dataset."""
     dataset_split: str = "test"
-    """The split to measure on, for a folder or a hub dataset; a single file is taken whole. Not `train`, as in
-    training: rows that the adapter has learned would flatter it."""
-    dataset_revision: str | None = None
-    """The commit, branch or tag of a hub dataset."""
-    dataset_text_field: str = "text"
-    """The column of a plain text dataset."""
+    """The split of a folder or a hub dataset to evaluate on; a single file has none."""
     max_eval_samples: int | None = Field(default=None, gt=0)
-    """Read only the first rows."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a row that cannot be measured: stop and name it, or leave it out and report it."""
-    max_length: int | None = Field(default=1024, gt=1)
-    """Longest sequence in tokens whose loss is measured, as in training; longer rows are cut. Exact matches are of
-    whole rows."""
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
-    """Which end of a row that is too long stays."""
-    completion_only_loss: bool | None = None
-    """Measure the completion and not the prompt. Not given: yes, for every format that has a prompt."""
-    assistant_only_loss: bool | None = None
-    """Measure what the assistant says and nothing else. Not given: yes for conversations, no for prompts with
-    completions, where `completion_only_loss` decides."""
-    base_only: bool = False
-    """Measure the base, with the adapter off."""
+    """Use only the first examples."""
     per_device_eval_batch_size: int = Field(default=8, ge=1)
-    """Rows at once on each rank; no result depends on it."""
+    """Batch size per device; no result depends on it."""
     exact_match: bool | None = None
-    """Generate each completion and count those that are right; not given: where rows have a prompt and a completion,
-    or are conversations."""
+    """Generate each completion and count exact matches. Default: yes for prompts with completions and conversations."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """How many tokens a generated completion may have; not given: some more than the longest that is expected."""
+    """Max tokens of a generated completion. Default: some more than the longest expected one."""
     as_json: bool = False
     """Print JSON."""
 
     def data_options(self) -> DataOptions:
-        """Return which rows, and how they become tokens and labels: as in training."""
+        """Return the options by which examples become tokens and labels, as in training."""
         names = self.model_fields_set & DataOptions.model_fields.keys() - {"max_eval_samples"}
         given = {name: getattr(self, name) for name in names} | {"dataset_split": self.dataset_split}
         return DataOptions(max_train_samples=self.max_eval_samples, **given)
@@ -279,21 +260,21 @@ class VerifyOptions(UseOptions):
     positionals = ("adapter",)
 
     adapter: str | None = None
-    """An adapter's folder, a run's, or a hub id."""
+    """An adapter's folder, a run's folder, or a hub id."""
     merged: str | None = None
-    """A merged model, whose logits are to be those of the adapter on its base."""
+    """A merged model, whose logits must equal those of the adapter on its base."""
     model_name_or_path: str | None = None
-    """Compare every adapter gradient of this model, sharded, with those of the model as a whole; with `quantization`,
-    of the model as a whole with dequantized weights."""
+    """Compare every adapter gradient of this model, sharded, with those of the unsharded model; with `quantization`,
+    of the unsharded model with dequantized weights."""
     dataset: str | None = None
-    """Rows to compare logits on; not given: those of the run, if they are still there, else made-up ones."""
+    """Dataset to compare logits on. Default: the run's, if it is still there, else random tokens."""
     num_rows: int = Field(default=4, ge=1)
-    """How many rows."""
+    """Number of examples."""
     max_length: int = Field(default=64, ge=2)
-    """Tokens of a row that are looked at."""
+    """Max sequence length, in tokens."""
     tolerance: float | None = Field(default=None, ge=0)
-    """The largest difference of logits that is accepted, relative to their size. Not given: 8 steps of the coarsest
-    dtype that takes part: 0.0625 for bfloat16, 0.0078 for float16; 0.0001 for float32."""
+    """Largest accepted difference of logits, relative to their size. Default: 8 steps of the coarsest dtype involved:
+    0.0625 for bfloat16, 0.0078 for float16; 0.0001 for float32."""
     as_json: bool = False
     """Print JSON."""
 
@@ -301,12 +282,14 @@ class VerifyOptions(UseOptions):
     def _check_subject(self) -> Self:
         if (self.adapter is None) == (self.model_name_or_path is None):
             raise ConfigError(
-                "expected an adapter (lorashard verify RUN_OR_ADAPTER) or a model (lorashard verify --model M), found "
-                + ("neither" if self.adapter is None else "both")
+                expected="an adapter (lorashard verify RUN_OR_ADAPTER) or a model (lorashard verify --model M)",
+                found="neither" if self.adapter is None else "both",
             )
         for name in ("base", "merged", "dataset", "tolerance"):
             if self.model_name_or_path is not None and getattr(self, name) is not None:
-                raise ConfigError(f"{name} has no meaning with a model, whose gradients are compared; leave it out")
+                raise ConfigError(
+                    "has no meaning with a model, whose gradients are compared", option=name, fix="leave it out"
+                )
         return self
 
 
@@ -314,12 +297,12 @@ class DoctorOptions(CommandOptions):
     """`lorashard doctor`."""
 
     output_dir: str = "."
-    """The folder where the run will write; it need not be there yet."""
+    """The folder that a run will write to; it need not exist yet."""
     model_name_or_path: str | None = None
-    """A model's folder or hub id: can it be read from here?"""
+    """A model's folder or hub id, to check that it can be read from here."""
     model_revision: str | None = None
     """The commit, branch or tag of the model on the hub."""
     timeout_s: int = Field(default=60, ge=1)
-    """How many seconds a check may take, and ranks may wait for one another."""
+    """Seconds that a check may take, and that ranks may wait for one another."""
     as_json: bool = False
     """Print JSON."""

@@ -1,4 +1,4 @@
-"""Write conversations with a chat template, and find what the assistant says in them."""
+"""Write conversations with a chat template, and find the assistant's turns in them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Span = tuple[int, int]
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 # Note [Assistant turns]
-# A template with {% generation %} markers says itself what the assistant's part is. TRL has such a version of the best
-# known templates, and uses it in their place. For any other template the turns are found by writing the conversation
-# up to each of them: the messages before it, with the generation prompt, end where the turn starts; with the turn they
-# end where it ends. That holds only if a template writes earlier messages alike whatever follows. Only special tokens
-# and white space may differ, which close a conversation or open a thought. Templates that do more, such as dropping
-# the thoughts of earlier turns, are refused: a mask would be a guess.
+# A template with {% generation %} markers marks the assistant's turns itself. TRL has such a version of the best known
+# templates, and uses it in their place. With any other template the turns are found by writing the conversation up to
+# each of them: the messages before it, with the generation prompt, end where the turn starts; with the turn they end
+# where it ends. That holds only if a template writes earlier messages alike whatever follows. Only special tokens and
+# white space may differ, which close a conversation or open a thought. Templates that do more, such as dropping the
+# thoughts of earlier turns, are refused: a mask would be a guess.
 
 
 class UnstableTemplateError(Exception):
@@ -48,9 +48,11 @@ class ChatWriter:
 
         if not self.tokenizer.is_fast:
             raise DataError(
-                "finding the assistant's turns needs a fast tokenizer, which knows where in the text a token stands, "
-                f"found {type(self.tokenizer).__name__}: set assistant_only_loss: false, or write the rows as prompt "
-                "and completion"
+                "the assistant's turns are found by the position of each token in the text",
+                option="assistant_only_loss",
+                expected="a fast tokenizer, which knows it",
+                found=type(self.tokenizer).__name__,
+                fix="set assistant_only_loss: false, or write the rows as prompt and completion",
             )
         if has_generation_markers(self.tokenizer.chat_template):
             self.method = "generation markers"
@@ -92,7 +94,7 @@ class ChatWriter:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """Return the conversation as text, and where in it the assistant speaks, as (start, end) in characters.
+        """Return the conversation as text, and the assistant's turns in it, as (start, end) in characters.
 
         Raises:
             BadRow: The template refuses the conversation.
@@ -126,12 +128,12 @@ class ChatWriter:
             if index == 0:
                 raise BadRow(
                     "assistant speaks first",
-                    "nothing is written before the first message, so where the assistant's turn starts cannot be told",
+                    "no message is before the first one, so the start of the assistant's turn cannot be found",
                 )
             before = self.write(messages[:index], tools, template_kwargs, add_generation_prompt=True)
             start = self._measure_shared(before, text)
             if start < len(before):
-                # What was left out must not be the assistant's header, or that would be supervised as its speech.
+                # What was left out must not be the assistant's header, or that would be supervised too.
                 closed = self.write(messages[:index], tools, template_kwargs)
                 if start <= self._measure_shared(closed, text):
                     raise UnstableTemplateError(f"message {index + 1}")
@@ -142,7 +144,7 @@ class ChatWriter:
         return text, turns
 
     def _measure_shared(self, part: str, text: str) -> int:
-        """Return the length of the start that both share, if all that `part` has more are special tokens and blanks."""
+        """Return the length of the common start, if the rest of `part` is special tokens and white space alone."""
         while not text.startswith(part):
             token = next((token for token in self._added_tokens if part.endswith(token)), None)
             if token:
@@ -175,8 +177,8 @@ def mask_turns(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
     """Mark the tokens that reach into a turn.
 
     Args:
-        offsets: Where each token stands in the text, as (start, end) in characters.
-        turns: Where the turns are, likewise.
+        offsets: The position of each token in the text, as (start, end) in characters.
+        turns: The positions of the turns, likewise.
     """
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     mask = [False] * len(offsets)

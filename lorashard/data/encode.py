@@ -1,18 +1,18 @@
 """Turn rows into tokens and labels, as TRL's SFTTrainer would: token for token and label for label.
 
-Where TRL would be silent, this is not:
+This differs where TRL would pass over a problem in silence:
 
-- a row with nothing to learn, also once it is cut, is a bad row; TRL drops it, or keeps it if rows are packed;
-- where a template's {% generation %} markers leave out the token that ends the assistant's turn, it is supervised all
-  the same, so that the model learns to stop; TRL warns;
-- assistant turns are also found where TRL knows no template with markers and refuses (see `chat`).
+- a row without supervised tokens, also after truncation, is a bad row; TRL drops it, or keeps it if rows are packed;
+- if a template's {% generation %} markers leave out the token that ends the assistant's turn, it is supervised anyway,
+  so that the model learns to stop; TRL warns;
+- assistant turns are also found with templates of which TRL knows no version with markers, and refuses (see `chat`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,29 +20,29 @@ from ..config.data_options import DataOptions
 from ..errors import ConfigError, DataError
 from .chat import ChatWriter, Span, UnstableTemplateError, mask_turns
 from .formats import DataFormat, Example, detect_format
-from .sources import BadRow, Row, Source
+from .sources import BadRow, Row, Source, read_rows
 
-IGNORED_LABEL = -100  # PyTorch's cross entropy and TRL's trainers leave such tokens out
+IGNORED_LABEL = -100  # PyTorch's cross entropy and TRL's trainers ignore such tokens
 
 _BATCH_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A row as the model sees it, cut to `max_length`; labels are `IGNORED_LABEL` where nothing is learned."""
+    """A row as the model sees it, truncated to `max_length`; labels of unsupervised tokens are `IGNORED_LABEL`."""
 
     input_ids: list[int]
     labels: list[int]
     num_tokens_before_cut: int
     has_prompt_drift: bool = False
-    """The prompt written alone is not how prompt and completion together start."""
+    """The tokens of the prompt alone are not the first tokens of prompt and completion together."""
     has_unended_turn: bool = False
     """An assistant's turn lacks a token that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A row as text; `turns` are where the assistant speaks, if that was asked for."""
+    """A row as text; `turns` are the assistant's, if they were asked for."""
 
     text: str
     prompt: str | None = None
@@ -65,7 +65,9 @@ class RowEncoder:
         self._blank_ids: dict[int, bool] = {}
         if self._chat is None and tokenizer.eos_token is None:
             raise ConfigError(
-                f"{data_format.name} rows end with an end-of-sequence token, but the tokenizer has none: set eos_token"
+                f"{data_format.name} rows end with an end-of-sequence token, and the tokenizer has none",
+                option="eos_token",
+                fix="set it to a token of the vocabulary",
             )
         cuts = options.max_length is not None and (not packing or options.packing_strategy == "bfd")
         start = options.truncation_mode == "keep_start"
@@ -77,14 +79,14 @@ class RowEncoder:
 
     @property
     def mask_method(self) -> str:
-        """What is supervised of a row, and how that is found."""
+        """Which tokens of a row are supervised, and how they are found."""
         supervised = ["completion"] if self._learns_completion else []
         if self._chat and self._learns_assistant:
             supervised.append(f"assistant turns ({self._chat.method})")
         return " and ".join(supervised) or "every token"
 
     def encode(self, rows: Sequence[Row]) -> list[Encoding | BadRow]:
-        """Encode rows together, which keeps a fast tokenizer busy; a row that cannot be trained on becomes a BadRow.
+        """Encode a batch of rows, as fast tokenizers need it; a row that cannot be trained on becomes a BadRow.
 
         Raises:
             DataError: The chat template does not let the assistant's turns be found.
@@ -129,9 +131,11 @@ class RowEncoder:
             return problem
         except UnstableTemplateError as error:
             raise DataError(
-                f"{row.place}, {error}: the chat template writes it differently when the conversation goes on, so what "
-                "the assistant says cannot be marked: set chat_template_path to a template with {% generation %} "
-                "markers, give the rows as prompt and completion, or set assistant_only_loss: false to learn all tokens"
+                "the chat template writes it differently when the conversation continues, so the assistant's turns "
+                "cannot be found",
+                where=f"{row.place}, {error}",
+                fix="set chat_template_path to a template with {% generation %} markers, give the rows as prompt and "
+                "completion, or set assistant_only_loss: false to supervise all tokens",
             ) from error
 
     def _write_text(self, example: Example) -> _Written:
@@ -175,13 +179,13 @@ class RowEncoder:
 
     def _refuse_unsupervised(self, labels: list[int]) -> BadRow:
         num_supervised = sum(label != IGNORED_LABEL for label in labels[self._first_supervised :])
-        detail = f"none of its {len(labels)} tokens is to be supervised ({self.mask_method})"
+        detail = f"none of its {len(labels)} tokens is supervised ({self.mask_method})"
         if num_supervised:
-            detail = f"max_length {self.max_length} cuts off all {num_supervised} tokens to learn of {len(labels)}"
+            detail = f"max_length {self.max_length} cuts off all {num_supervised} supervised tokens of {len(labels)}"
         return BadRow("nothing supervised", detail, tokens_before_cut=len(labels) if num_supervised else None)
 
     def _include_stops(self, input_ids: list[int], mask: list[bool]) -> bool:
-        """Supervise the token that ends a turn if the mask ends just before it; return whether a turn has none."""
+        """Supervise the token that ends a turn if the mask ends before it; return whether a turn has none."""
         has_unended_turn = False
         position = 0
         while position < len(mask):
@@ -224,23 +228,15 @@ def encode_source(
     """Recognize a source's format, and encode its rows one batch after the other.
 
     Returns:
-        The encoder, and an iterator over every row's place and what became of it, in the source's order.
+        The encoder, and an iterator over every row's place and its encoding, in the source's order.
 
     Raises:
         DataError: No row, no readable row among the first, or columns that no format has.
     """
-    rows = islice(source.read(), max_samples)
-    first = list(islice(rows, _BATCH_ROWS))
-    if not first:
-        raise DataError(f"dataset {source.name!r} holds no rows")
-    readable = [row.value for row in first if isinstance(row.value, dict)]
-    if not readable:
-        detail = first[0].value.detail if isinstance(first[0].value, BadRow) else ""
-        raise DataError(f"dataset {source.name!r}: no row can be read; {first[0].place}: {detail}")
-    has_chat_template = tokenizer.chat_template is not None
-    data_format = detect_format(readable, has_chat_template, options.dataset_text_field)
+    first, rows = read_rows(source, max_samples)
+    data_format = detect_format(first, tokenizer.chat_template is not None, options.dataset_text_field, source.name)
     encoder = RowEncoder(data_format, options, tokenizer, packing)
-    return encoder, _encode_rows(encoder, chain(first, rows))
+    return encoder, _encode_rows(encoder, rows)
 
 
 def _encode_rows(encoder: RowEncoder, rows: Iterator[Row]) -> Iterator[tuple[str, Encoding | BadRow]]:
@@ -253,7 +249,9 @@ def _decide_completion(data_format: DataFormat, options: DataOptions) -> bool:
     if data_format.has_prompt:
         return options.completion_only_loss is not False
     if options.completion_only_loss:
-        raise ConfigError(f"completion_only_loss needs rows with a prompt and a completion, found {data_format.name}")
+        raise ConfigError(
+            option="completion_only_loss", expected="rows with a prompt and a completion", found=data_format.name
+        )
     return False
 
 
@@ -262,8 +260,10 @@ def _decide_assistant(data_format: DataFormat, options: DataOptions) -> bool:
         return data_format.is_chat and not data_format.has_prompt
     if options.assistant_only_loss and not data_format.is_chat:
         raise ConfigError(
-            f"assistant_only_loss needs conversations, found {data_format.name} rows that are not chats: set it to "
-            "false, or give the tokenizer a chat template"
+            option="assistant_only_loss",
+            expected="conversations",
+            found=f"{data_format.name} rows that are not chats",
+            fix="set it to false, or give the tokenizer a chat template",
         )
     return options.assistant_only_loss
 

@@ -1,5 +1,4 @@
-"""What a row means: the recognized sets of columns, and how each becomes a text, a prompt with its completion, or a
-conversation.
+"""The recognized sets of columns, and how a row becomes a text, a prompt with its completion, or a conversation.
 
 | columns                                       | becomes                                                        |
 |-----------------------------------------------|----------------------------------------------------------------|
@@ -33,9 +32,9 @@ SHAREGPT_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "b
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row in the three shapes that TRL trains on: text, prompt with completion, conversation.
+    """A row in one of the three shapes that TRL trains on: text, prompt with completion, conversation.
 
-    `body` is what stands in TRL's `text`, `messages` or `completion`; only the last has a `prompt`.
+    `body` is TRL's `text`, `messages` or `completion`; only the last has a `prompt`.
     """
 
     body: str | list[Message]
@@ -54,35 +53,61 @@ class DataFormat:
     convert: Callable[[dict[str, Any]], Example]
 
 
-def detect_format(rows: Sequence[dict[str, Any]], has_chat_template: bool, text_field: str = "text") -> DataFormat:
+def detect_format(
+    rows: Sequence[dict[str, Any]], has_chat_template: bool, text_field: str = "text", name: str = ""
+) -> DataFormat:
     """Recognize the format by the columns of the first rows.
 
     Args:
-        rows: The first rows; together, since one of them may lack a column.
+        rows: The first rows, of which one may lack a column.
         has_chat_template: Whether the tokenizer has one.
         text_field: The column of a plain text dataset.
+        name: Of the dataset, for errors.
 
     Raises:
         DataError: No recognized format has these columns, or they need a chat template and there is none.
     """
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    images = sorted({"image", "images"} & set(columns))
-    if images:
-        raise DataError(f"only text can be trained on, but the dataset has the column {images[0]!r}")
-
+    columns = find_columns(rows, name)
     found = _match_format(rows, columns, has_chat_template, text_field)
     if found is None:
         raise DataError(
-            f"the dataset's columns are not recognized: found {', '.join(columns) or 'none'}; expected messages, "
-            "conversations, prompt + completion, instruction + output (+ input, system), question + answer, or "
-            f"{text_field} (dataset_text_field names another column of plain text)"
+            "its columns are not recognized",
+            where=f"dataset {name!r}",
+            expected="messages, conversations, prompt + completion, instruction + output (+ input, system), question + "
+            f"answer, or {text_field}",
+            found=", ".join(columns) or "none",
+            fix="name a column of plain text with dataset_text_field",
         )
-    if found.is_chat and not has_chat_template:
-        raise DataError(
-            f"the dataset holds conversations ({found.name}), but the tokenizer has no chat template to write them: "
-            "set chat_template_path to a .jinja file, or to a model whose template suits this one"
-        )
+    if found.is_chat:
+        check_chat_template(has_chat_template, name)
     return found
+
+
+def find_columns(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """Return the columns of rows of the dataset `name`.
+
+    Raises:
+        DataError: One of them holds images.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    images = sorted({"image", "images"} & set(columns))
+    if images:
+        raise DataError(where=f"dataset {name!r}", expected="text alone", found=f"the column {images[0]!r}")
+    return columns
+
+
+def check_chat_template(has_chat_template: bool, name: str) -> None:
+    """Refuse the conversations of the dataset `name` if the tokenizer cannot write them.
+
+    Raises:
+        DataError: It has no chat template.
+    """
+    if not has_chat_template:
+        raise DataError(
+            "holds conversations, and the tokenizer has no chat template",
+            where=f"dataset {name!r}",
+            fix="set chat_template_path to a .jinja file, or to a model whose template suits this one",
+        )
 
 
 def _match_format(
@@ -92,30 +117,37 @@ def _match_format(
         return all(column in columns for column in required)
 
     def convert_text(row: dict[str, Any]) -> Example:
-        return Example(_get_text(row, text_field))
+        return Example(get_text(row, text_field))
 
     text = DataFormat(text_field, False, False, convert_text)
     if text_field != "text" and has(text_field):
         return text
     if has("messages"):
-        return DataFormat("messages", True, False, lambda row: _convert_conversation(row, "messages"))
+        return DataFormat("messages", True, False, lambda row: convert_conversation(row, "messages"))
     if has("conversations"):
-        return DataFormat("conversations", True, False, lambda row: _convert_conversation(row, "conversations"))
+        return DataFormat("conversations", True, False, lambda row: convert_conversation(row, "conversations"))
     if has("prompt", "completion"):
         if any(isinstance(row.get("prompt"), list) for row in rows):
             return DataFormat("prompt/completion messages", True, True, _convert_prompt_messages)
         return DataFormat("prompt/completion", False, True, _convert_prompt_text)
+    join = _join_chat if has_chat_template else _join_text
     if has("instruction", "output"):
-        convert = _convert_alpaca_chat if has_chat_template else _convert_alpaca_text
-        return DataFormat("instruction/output", has_chat_template, True, convert)
+        return DataFormat("instruction/output", has_chat_template, True, lambda row: join(*_split_alpaca(row)))
     if has("question", "answer"):
-        convert = _convert_question_chat if has_chat_template else _convert_question_text
-        return DataFormat("question/answer", has_chat_template, True, convert)
+        return DataFormat("question/answer", has_chat_template, True, lambda row: join(*_split_question(row)))
     return text if has(text_field) else None
 
 
-def _convert_conversation(row: dict[str, Any], column: str) -> Example:
-    messages = _get_messages(row, column)
+def convert_conversation(row: dict[str, Any], column: str, is_prompt: bool = False) -> Example:
+    """Return the conversation of a row.
+
+    Args:
+        is_prompt: whether it is to be answered, and not trained on. The assistant may then have said nothing.
+
+    Raises:
+        BadRow: it is not a conversation, or has nothing to train on in one of the assistant's messages.
+    """
+    messages = _get_messages(row, column, is_prompt)
     system = _get_optional_text(row, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -130,47 +162,35 @@ def _convert_prompt_messages(row: dict[str, Any]) -> Example:
 
 
 def _convert_prompt_text(row: dict[str, Any]) -> Example:
-    prompt = _get(row, "prompt")
+    prompt = get_field(row, "prompt")
     if not isinstance(prompt, str):
         raise BadRow("wrong type", f"`prompt` must be a string, found {name_type(prompt)}")
     return Example(_get_completion(row, "completion"), prompt)
 
 
-def _convert_alpaca_chat(row: dict[str, Any]) -> Example:
-    system, question, answer = _split_alpaca(row)
-    start = [{"role": "system", "content": system}] if system else []
-    return _make_turn(start, question, answer)
-
-
-def _convert_alpaca_text(row: dict[str, Any]) -> Example:
-    system, question, answer = _split_alpaca(row)
-    return _join_text([system, question] if system else [question], answer)
-
-
 def _split_alpaca(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return a row's system message, question and answer."""
     if row.get("history"):
         raise BadRow("unsupported field", "`history` holds earlier turns: write the whole conversation as `messages`")
-    question = [_get_text(row, "instruction"), _get_optional_text(row, "input")]
+    question = [get_text(row, "instruction"), _get_optional_text(row, "input")]
     return _get_optional_text(row, "system"), "\n\n".join(filter(None, question)), _get_completion(row, "output")
 
 
-def _convert_question_chat(row: dict[str, Any]) -> Example:
-    return _make_turn([], _get_text(row, "question"), _get_completion(row, "answer"))
+def _split_question(row: dict[str, Any]) -> tuple[str, str, str]:
+    return "", get_text(row, "question"), _get_completion(row, "answer")
 
 
-def _convert_question_text(row: dict[str, Any]) -> Example:
-    return _join_text([_get_text(row, "question")], _get_completion(row, "answer"))
+def _join_chat(system: str, question: str, answer: str) -> Example:
+    prompt = [{"role": "system", "content": system}] if system else []
+    return Example([{"role": "assistant", "content": answer}], [*prompt, {"role": "user", "content": question}])
 
 
-def _make_turn(start: list[Message], question: str, answer: str) -> Example:
-    return Example([{"role": "assistant", "content": answer}], [*start, {"role": "user", "content": question}])
+def _join_text(system: str, question: str, answer: str) -> Example:
+    return Example(answer, "\n\n".join(filter(None, (system, question))) + "\n")
 
 
-def _join_text(parts: list[str], answer: str) -> Example:
-    return Example(answer, "\n\n".join(parts) + "\n")
-
-
-def _get(row: dict[str, Any], field: str) -> Any:
+def get_field(row: dict[str, Any], field: str) -> Any:
+    """Return a column of a row, which must be there and not null."""
     if field not in row:
         raise BadRow("missing field", f"`{field}` is missing")
     if row[field] is None:
@@ -178,8 +198,9 @@ def _get(row: dict[str, Any], field: str) -> Any:
     return row[field]
 
 
-def _get_text(row: dict[str, Any], field: str, reason: str = "empty field") -> str:
-    text = _get(row, field)
+def get_text(row: dict[str, Any], field: str, reason: str = "empty field") -> str:
+    """Return a column of a row that must hold a text."""
+    text = get_field(row, field)
     if not isinstance(text, str):
         raise BadRow("wrong type", f"`{field}` must be a string, found {name_type(text)}")
     if not text.strip():
@@ -188,7 +209,7 @@ def _get_text(row: dict[str, Any], field: str, reason: str = "empty field") -> s
 
 
 def _get_completion(row: dict[str, Any], field: str) -> str:
-    return _get_text(row, field, "empty completion")
+    return get_text(row, field, "empty completion")
 
 
 def _get_optional_text(row: dict[str, Any], field: str) -> str:
@@ -219,16 +240,18 @@ def _get_template_kwargs(row: dict[str, Any]) -> dict[str, Any] | None:
     return template_kwargs
 
 
-def _get_messages(row: dict[str, Any], field: str) -> list[Message]:
-    items = _get(row, field)
+def _get_messages(row: dict[str, Any], field: str, may_be_silent: bool = False) -> list[Message]:
+    items = get_field(row, field)
     if not isinstance(items, list):
         raise BadRow("wrong type", f"`{field}` must be a list of messages, found {name_type(items)}")
     if not items:
         raise BadRow("empty completion" if field == "completion" else "empty field", f"`{field}` holds no message")
-    return [_convert_message(item, f"`{field}` message {number}") for number, item in enumerate(items, 1)]
+    return [
+        _convert_message(item, f"`{field}` message {number}", may_be_silent) for number, item in enumerate(items, 1)
+    ]
 
 
-def _convert_message(item: Any, name: str) -> Message:
+def _convert_message(item: Any, name: str, may_be_silent: bool) -> Message:
     if not isinstance(item, dict):
         raise BadRow("wrong type", f"{name} must be an object with role and content, found {name_type(item)}")
     # Arrow gives each message the keys of all, and templates take null for a value: a null is a key that is not there.
@@ -248,10 +271,10 @@ def _convert_message(item: Any, name: str) -> Message:
         raise BadRow("unsupported field", f"{name} has weight {message['weight']!r}: every turn is supervised alike")
     if "content" in message:
         message["content"] = _convert_content(message["content"], name)
-    if role == "assistant":
-        if not (message.get("content", "").strip() or message.get("tool_calls")):
-            raise BadRow("empty completion", f"{name}, the assistant's, is empty")
-    elif "content" not in message:
+    is_call = role == "assistant" and bool(message.get("tool_calls"))
+    if role == "assistant" and not may_be_silent and not (message.get("content", "").strip() or is_call):
+        raise BadRow("empty completion", f"{name}, the assistant's, is empty")
+    if "content" not in message and not is_call:
         raise BadRow("missing field", f"{name} has no content")
     return message
 

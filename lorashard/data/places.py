@@ -1,4 +1,4 @@
-"""Where the prepared rows stand in the dataset as a person has it."""
+"""The places of prepared rows in the user's dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_place(file: TextIO, place: str) -> None:
 
 
 def read_places(path: Path, positions: Sequence[int]) -> list[str]:
-    """Return the places of the rows that were written `positions`-th, counted from 0."""
+    """Return the places of rows by their positions in the file, from 0."""
     wanted = set(positions)
     found = {}
     with path.open(encoding="utf-8") as file:

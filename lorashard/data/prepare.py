@@ -1,8 +1,8 @@
 """Prepare a dataset once per machine, however many processes ask for it, and keep the result.
 
 Processes wait for one another at a file lock: no process group is needed, so ranks can prepare before there is one, and
-no collective's timeout counts the seconds. The result lies in a folder named by a hash of all that it depends on. It is
-written beside and renamed when whole, so a folder with that name is complete whatever became of the process that wrote.
+no collective's timeout counts the seconds. The result is in a folder named by a hash of all that it depends on. It is
+written beside and renamed when complete, so that a folder of that name is complete even if its writer was killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config.data_options import DataOptions
 from ..config.methods import METHODS, Method
 from ..errors import DataError
+from ..runtime.atomic_folder import fill_atomically
 from ..runtime.launch_env import read_launcher_env
 from ..runtime.progress import Progress, told_progress
 from .encode import Encoding, encode_source
@@ -67,19 +67,19 @@ class Prepared:
     """None if the rows were not shuffled."""
 
     def name_rows(self, indices: Sequence[int], num_rows: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Say for rows of `train`, as the trainer counts them, where a person finds them.
+        """Return where a person finds rows of `train`, given by the trainer's indices.
 
-        That is their place in the dataset, but for packed sequences, which are told by their first words, and for rows
-        that the trainer has made others of.
+        That is their place in the dataset, or the first words of a packed sequence. Rows that the trainer has made out
+        of others have only their index.
 
         Args:
-            num_rows: How many rows the trainer has.
+            num_rows: The number of rows that the trainer has.
         """
         if self.report.num_packed is not None:
             starts = [tokenizer.decode(self.train[index]["input_ids"][:_SHOWN_TOKENS]) for index in indices]
             return [f"packed sequence {n} ({start!r}...)" for n, start in zip(indices, starts, strict=True)]
         if num_rows != len(self.train):
-            return [f"row {index} of those that TRL's trainer made of the dataset's" for index in indices]
+            return [f"row {index} of those that TRL's trainer made from the dataset" for index in indices]
         positions = find_positions(indices, num_rows, self.shuffle_seed)
         return read_places(self.path / f"train.{_PLACES_SUFFIX}", positions)
 
@@ -91,18 +91,18 @@ def prepare(
     method: Method = METHODS["sft"],
     progress: Progress | None = None,
 ) -> Prepared:
-    """Tokenize, label, cut, pack and shuffle a dataset, or find it done before.
+    """Tokenize, label, truncate, pack and shuffle a dataset, or find it in the cache.
 
     Any number of processes may call this at once: one does the work, the others wait for it. Rows that the method's
-    trainer tokenizes itself are checked, and written where the datasets library keeps what the trainer makes of them.
+    trainer tokenizes itself are checked, and written where the datasets library caches what the trainer makes of them.
 
     Args:
-        options: Which rows, and what to make of them.
+        options: The dataset, and how its rows become tokens and labels.
         tokenizer: As `load_tokenizer` returns it.
-        cache_dir: Where results are kept; by default `lorashard` in the datasets library's cache.
-        method: What the rows are for.
-        progress: Told how many rows are done, of how many if that is known, and "rows", whichever process does them. By
-            default rank 0 tells the person on stderr.
+        cache_dir: The folder of the cache; by default `lorashard` in the datasets library's cache.
+        method: The training method.
+        progress: Called with the number of rows that are done, their total if that is known, and "rows", whichever
+            process does them. By default rank 0 prints it on stderr.
 
     Raises:
         DataError: A dataset is missing, its columns are not recognized, or rows cannot be trained on.
@@ -124,7 +124,7 @@ def prepare(
 
 
 class _Counter:
-    """Counts the rows that are done; processes that wait for this one read of it in a file."""
+    """Counts the rows that are done, also in a file for the processes that wait for this one."""
 
     def __init__(self, file: Path, progress: Progress) -> None:
         self._file = file
@@ -135,12 +135,12 @@ class _Counter:
 
     @contextmanager
     def wait_for(self, lock: FileLock) -> Iterator[None]:
-        """Hold a lock; tell meanwhile how far the process is that has it."""
+        """Hold a lock; while waiting for it, report the progress of the process that holds it."""
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=_INTERVAL_S)
             except Timeout:
-                with suppress(OSError, ValueError):  # it has just begun, or is done
+                with suppress(OSError, ValueError):  # it has just begun, or has finished
                     done, total = json.loads(self._file.read_text())
                     self._progress(done, total, "rows")
         try:
@@ -150,7 +150,7 @@ class _Counter:
             lock.release()
 
     def expect(self, total: int | None) -> None:
-        """Say how many rows there are."""
+        """Set the total."""
         self._total = total
 
     def add(self) -> None:
@@ -160,7 +160,7 @@ class _Counter:
         if now_s - self._told_s >= _INTERVAL_S:
             self._told_s = now_s
             self._progress(self._done, self._total, "rows")
-            with suppress(OSError):  # a full disk, which those who write the rows tell of
+            with suppress(OSError):  # a full disk, which writing the rows reports
                 self._file.write_text(json.dumps([self._done, self._total]))
 
 
@@ -185,10 +185,7 @@ def _build(
     most = {"train": options.max_train_samples, "eval": options.max_eval_samples}
     counts = [source.count_rows(most[name]) for name, source in sources.items()]
     counter.expect(None if None in counts else sum(filter(None, counts)))
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
-    unfinished.mkdir()
-    try:
+    with fill_atomically(folder) as unfinished:
         for name, source in sources.items():
             if method.is_prepared_here:
                 report = _encode_split(unfinished, name, source, options, tokenizer, counter)
@@ -196,14 +193,7 @@ def _build(
                 report = _copy_split(unfinished, name, source, options, tokenizer, method, counter)
             (unfinished / f"{name}.json").write_text(json.dumps(asdict(report), indent=1))
             if source.identify() != identities[name]:
-                raise DataError(f"dataset {source.name!r} changed while it was being read: start again")
-        for file in unfinished.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle)  # a machine that dies must not keep the name and lose the contents
-        os.rename(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+                raise DataError("changed while it was read", where=f"dataset {source.name!r}", fix="start again")
 
 
 def _encode_split(
@@ -227,7 +217,7 @@ def _encode_split(
         encoder.format.is_chat,
         ignored_files=list(source.ignored),
     )
-    logger.info("%s: %s rows, learning: %s", source.name, report.format, report.mask_method)
+    logger.info("%s: %s rows, loss on %s", source.name, report.format, report.mask_method)
 
     path = folder / f"{name}.arrow"
     tokens = datasets.List(datasets.Value("int32"))
@@ -257,7 +247,7 @@ def _copy_split(
     method: Method,
     counter: _Counter,
 ) -> DataReport:
-    """Check the rows of a source and write what the trainer reads of them, which takes two passes over it."""
+    """Check the rows of a source and write the columns that the trainer reads, in two passes over it."""
     max_samples = options.max_eval_samples if name == "eval" else options.max_train_samples
     has_chat_template = tokenizer.chat_template is not None
     found, rows = open_rows(source, method, has_chat_template, max_samples)
@@ -277,10 +267,7 @@ def _copy_split(
                 report.longest_tokens = max(report.longest_tokens, _count_prompt_tokens(row["prompt"], tokenizer))
             yield row
 
-    try:
-        schema = find_schema(count())
-    except DataError as error:
-        raise DataError(f"dataset {source.name!r}: {error}") from error
+    schema = find_schema(count(), source.name)
     _check_report(report, options)
     _, rows = open_rows(source, method, has_chat_template, max_samples)
     kept = ((place, row) for place, row in rows if not isinstance(row, BadRow))
@@ -303,14 +290,13 @@ def _count_prompt_tokens(prompt: str | list[dict[str, Any]], tokenizer: PreTrain
 
 
 def _check_report(report: DataReport, options: DataOptions) -> None:
-    cut_off = report.explain_cut_off(options.max_length)
+    where = f"dataset {report.dataset!r}"
     if report.num_skipped and options.on_bad_row == "error":
-        raise DataError(
-            f"dataset {report.dataset!r}: {report.explain_skipped()}.{cut_off} Mend them, or set on_bad_row: skip "
-            "(--on_bad_row skip) to leave them out"
-        )
+        fixes = [report.suggest_length(options.max_length), "fix the rows", "or leave them out with --on_bad_row skip"]
+        raise DataError(report.explain_skipped(), where=where, fix=", ".join(filter(None, fixes)))
     if not report.rows_kept:
-        raise DataError(f"dataset {report.dataset!r}: no row is left to train on: {report.explain_skipped()}.{cut_off}")
+        fix = report.suggest_length(options.max_length)
+        raise DataError(f"no row is left to train on: {report.explain_skipped()}", where=where, fix=fix)
 
 
 def _pack(path: Path, options: DataOptions) -> int:
@@ -341,7 +327,7 @@ def _load(folder: Path, options: DataOptions) -> Prepared:
 
 def _load_rows(path: Path, options: DataOptions) -> datasets.Dataset:
     rows = datasets.Dataset.from_file(str(path))
-    # In memory: the indices would else be written into the shared folder, by every process at once.
+    # In memory: otherwise every process would write the indices into the shared folder.
     return rows.shuffle(seed=options.seed, keep_in_memory=True) if options.shuffle_dataset else rows
 
 
@@ -374,6 +360,6 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return description | {"vocabulary": tokenizer.get_vocab(), "options": str(tokenizer.init_kwargs)}
-    # Calls leave their padding and truncation behind in the backend; they change none of the tokens here.
+    # A call leaves its padding and truncation in the backend, which change none of the tokens here.
     state = json.loads(backend.to_str())
     return description | {"backend": {key: state[key] for key in state if key not in ("padding", "truncation")}}

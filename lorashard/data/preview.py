@@ -1,4 +1,4 @@
-"""Show what the model will see of the first rows, and which tokens it learns."""
+"""Show the first rows as the model will see them, and which tokens are supervised."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .sources import open_source
 
 _SUPERVISED_COLOR, _CONTEXT_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _UNFINISHED_CHARACTER = "�"
-# Text from a dataset must not steer the terminal: control characters are shown as their pictures.
+# Text from a dataset must not control the terminal: control characters are shown as their pictures.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
 
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """One row in plain values: its tokens as (text, whether it is supervised), or the problem that keeps it out."""
+    """One row: its tokens as (text, whether it is supervised), or the problem for which it is skipped."""
 
     place: str
     format: str
@@ -54,21 +54,21 @@ def preview(options: DataOptions, tokenizer: PreTrainedTokenizerBase, num_rows: 
 
 
 def split_text(input_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text that each token adds to the tokens before it; together they are the decoded whole.
+    """Return the text that each token adds to the tokens before it; together they are the decoded row.
 
-    A character of several tokens is given to the last of them.
+    A character of several tokens belongs to the last of them.
     """
     pieces = []
-    # What a token adds depends on those just before (a text's first space is dropped), so each is decoded behind the
-    # tokens from `context` on, whose text is `shown`. `whole` is where the tokens of the next character start.
-    context, whole, shown = 0, 0, ""
+    # The text of a token depends on the one before (a text's first space is dropped), so each is decoded behind the
+    # tokens from `context` on, whose text is `shown`. `start` is where the tokens of the next character start.
+    context, start, shown = 0, 0, ""
     for end in range(1, len(input_ids) + 1):
         text = tokenizer.decode(input_ids[context:end], skip_special_tokens=False)
         if text.endswith(_UNFINISHED_CHARACTER) and end < len(input_ids):
             pieces.append("")
             continue
         pieces.append(text[len(shown) :])
-        context, whole = whole, end
+        context, start = start, end
         shown = tokenizer.decode(input_ids[context:end], skip_special_tokens=False)
     return pieces
 
@@ -78,7 +78,7 @@ def render_preview(rows: Iterable[PreviewRow], color: bool = False) -> str:
 
     Args:
         rows: From `preview`.
-        color: Show what is supervised in green and the rest dimmed; if not, what is supervised stands between ⟦ and ⟧.
+        color: Show supervised tokens in green and the rest dimmed; otherwise supervised tokens are between ⟦ and ⟧.
     """
     return "\n\n".join(_render_row(row, color) for row in rows)
 
@@ -87,7 +87,7 @@ def _render_row(row: PreviewRow, color: bool) -> str:
     title = f"{row.place} · {row.format} · "
     if row.problem is not None:
         return _defuse(f"{title}cannot be trained on: {row.problem}")
-    cut = f", cut from {row.num_tokens_before_cut}" if row.num_tokens < row.num_tokens_before_cut else ""
+    cut = f", truncated from {row.num_tokens_before_cut}" if row.num_tokens < row.num_tokens_before_cut else ""
     title += f"{row.num_tokens} tokens{cut}, {row.num_supervised_tokens} supervised: {row.mask_method}"
     body = ""
     for is_supervised, tokens in groupby(row.tokens, key=lambda token: token[1]):

@@ -1,4 +1,4 @@
-"""Prompts to answer: rows of a file, or texts and conversations, as the tokens that a model goes on from."""
+"""Prompts: rows of a file, or texts and conversations, as the tokens that a model continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError
 from .chat import ChatWriter
-from .formats import Message, detect_format
+from .formats import Message, convert_conversation
 from .sources import BadRow, name_type, open_source
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to answer: its place for people to find it, the row that it came from, its tokens."""
+    """A prompt: its place in the file, its row, its tokens."""
 
     place: str
     row: dict[str, Any]
@@ -25,23 +25,22 @@ class Prompt:
 
 
 class PromptWriter:
-    """Turns texts and conversations into tokens, as rows of these kinds are in training."""
+    """Turns texts and conversations into tokens, as in training."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, as_chat: bool = False) -> None:
-        """Make one.
+        """Choose how texts are written.
 
         Args:
-            as_chat: take a text as what a user says in a conversation, rather than as a text to go on with.
+            as_chat: take a text as a user's message of a conversation, rather than as a text to continue.
 
         Raises:
             DataError: `as_chat` without a chat template.
         """
         if as_chat and tokenizer.chat_template is None:
-            raise DataError("texts are to be taken as chats, but the tokenizer has no chat template: leave as_chat out")
+            raise DataError("needs a chat template, and the tokenizer has none", option="as_chat", fix="leave it out")
         self._tokenizer = tokenizer
         self._as_chat = as_chat
         self._chat = ChatWriter(tokenizer, needs_turns=False) if tokenizer.chat_template is not None else None
-        self._conversation = detect_format([{"messages": []}], has_chat_template=True)
 
     def find_stop_ids(self) -> set[int]:
         """Return the tokens that end an answer: the tokenizer's own, and those that the chat template writes."""
@@ -50,7 +49,7 @@ class PromptWriter:
         return {self._tokenizer.eos_token_id} - {None}
 
     def write(self, prompt: str | Sequence[Message], columns: dict[str, Any] | None = None) -> list[int]:
-        """Return the tokens of a text, or of a conversation up to where the assistant speaks.
+        """Return the tokens of a text, or of a conversation up to where the assistant's turn starts.
 
         Args:
             columns: of a conversation's row: `tools`, `system`, `chat_template_kwargs`.
@@ -62,7 +61,7 @@ class PromptWriter:
             token_ids = list(self._tokenizer(prompt)["input_ids"])
             eos = self._tokenizer.eos_token
             if eos and token_ids[-1:] == [self._tokenizer.eos_token_id] and not prompt.endswith(eos):
-                token_ids.pop()  # some tokenizers end every text, but this one is to go on
+                token_ids.pop()  # some tokenizers end every text, but this one is continued
             if not prompt or not token_ids:
                 raise BadRow("empty field", "the prompt is empty")
             return token_ids
@@ -72,7 +71,7 @@ class PromptWriter:
                 "no chat template",
                 "it is a conversation, but the tokenizer has no chat template to write it: give the prompt as a text",
             )
-        example = self._conversation.convert((columns or {}) | {"messages": messages})
+        example = convert_conversation((columns or {}) | {"messages": messages}, "messages", is_prompt=True)
         if example.body[-1]["role"] == "assistant":  # type: ignore[index]
             raise BadRow("nothing to answer", "the last message is the assistant's: leave it out, to have it answered")
         text = self._chat.write(
@@ -92,9 +91,8 @@ def read_prompts(name: str, writer: PromptWriter) -> list[Prompt]:
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise DataError(
-            f"prompts {name!r}: expected a file of rows, found {'a folder' if path.is_dir() else 'nothing'}"
-        )
+        found = "a folder" if path.is_dir() else "nothing"
+        raise DataError(option="prompts", where=name, expected="a file of rows", found=found)
     prompts = []
     for row in open_source(name, "train", None, None).read():
         place = str(path.parent / row.place)
@@ -103,9 +101,9 @@ def read_prompts(name: str, writer: PromptWriter) -> list[Prompt]:
                 raise row.value
             prompts.append(Prompt(place, row.value, _write_row(row.value, writer)))
         except BadRow as error:
-            raise DataError(f"{place}: {error.detail}") from error
+            raise DataError(error.detail, where=place) from error
     if not prompts:
-        raise DataError(f"prompts {name!r} holds no row")
+        raise DataError("holds no row", option="prompts", where=name)
     return prompts
 
 

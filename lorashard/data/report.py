@@ -1,4 +1,4 @@
-"""What became of a dataset's rows: counted while they are encoded, so that none goes missing unseen."""
+"""A report on a dataset's rows, counted while they are encoded, so that none is lost in silence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN_PLACES = 5
 
 @dataclass
 class SkippedRows:
-    """Rows left out for one reason; `first` holds the first few, each with its place and what is wrong."""
+    """Rows skipped for one reason; `first` holds the first few, each with its place and the problem."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -21,17 +21,17 @@ class SkippedRows:
 
 @dataclass
 class DataReport:
-    """What was found in one dataset; `rows_read` is `rows_kept` plus all that `rows_skipped` counts.
+    """The rows of one dataset, counted; `rows_read` is `rows_kept` plus all that `rows_skipped` counts.
 
-    Tokens are counted as they are trained on: after rows were cut to `max_length`, without padding. Where TRL's trainer
-    tokenizes the rows there are none to count, but for the longest prompt of a method that answers prompts.
+    Tokens are counted as they are trained on: truncated to `max_length`, without padding. If TRL's trainer tokenizes
+    the rows, only the longest prompt of a method that generates is counted.
     """
 
     dataset: str
     format: str
     mask_method: str
     is_chat: bool = False
-    """The rows are conversations, or were made to be."""
+    """The rows are conversations, or are made into them."""
     rows_read: int = 0
     rows_kept: int = 0
     rows_skipped: dict[str, SkippedRows] = field(default_factory=dict)
@@ -39,15 +39,15 @@ class DataReport:
     num_supervised_tokens: int = 0
     longest_tokens: int = 0
     num_cut_off: int = 0
-    """Rows left out because `max_length` cuts off all that is to be supervised of them."""
+    """Rows skipped because `max_length` cuts off all their supervised tokens."""
     longest_cut_off_tokens: int = 0
-    """The longest of these, before it is cut."""
+    """The longest of these, before truncation."""
     num_truncated: int = 0
     num_packed: int | None = None
     """Sequences that the rows were packed into."""
     num_prompt_drifts: int = 0
-    """Rows whose prompt, written alone, is not how prompt and completion together start: the model is trained on
-    another context than it sees when it is used."""
+    """Rows in which the tokens of the prompt alone are not the first tokens of prompt and completion together: the
+    model is trained on another context than it sees when it is used."""
     num_unended_turns: int = 0
     """Rows in which an assistant's turn has no token that ends it: the model may not learn to stop."""
     ignored_files: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class DataReport:
         self.rows_kept += 1
 
     def skip(self, place: str, problem: BadRow) -> None:
-        """Count one row that is left out."""
+        """Count one row that is skipped."""
         self.rows_read += 1
         if problem.tokens_before_cut is not None:
             self.num_cut_off += 1
@@ -87,30 +87,30 @@ class DataReport:
             skipped.first.append(f"{place}: {problem.detail}")
 
     def explain_skipped(self) -> str:
-        """Return one line: how many rows cannot be trained on, why, and where the first ones are."""
+        """Return one line: the number of rows that cannot be trained on, the reasons, and the first places."""
         reasons = ", ".join(f"{skipped.count} {reason}" for reason, skipped in self.rows_skipped.items())
         rounds = zip_longest(*(skipped.first for skipped in self.rows_skipped.values()))  # one of each reason first
         shown = [place for places in rounds for place in places if place][:_SHOWN_PLACES]
         more = "; ..." if self.num_skipped > len(shown) else ""
         return f"{self.num_skipped} of {self.rows_read} rows cannot be trained on ({reasons}): {'; '.join(shown)}{more}"
 
-    def explain_cut_off(self, max_length: int | None) -> str:
-        """Return a sentence on the rows of which `max_length` leaves nothing to learn; empty where there are none."""
+    def suggest_length(self, max_length: int | None) -> str | None:
+        """Return the max_length that keeps the supervised tokens of all rows; None if no row lost all of them."""
         if not self.num_cut_off:
-            return ""
+            return None
         return (
-            f" max_length {max_length} leaves nothing to learn of {self.num_cut_off} of the {self.rows_read} rows: "
-            f"--max_length {self.longest_cut_off_tokens} keeps all of them whole."
+            f"--max_length {self.longest_cut_off_tokens} keeps the {self.num_cut_off} of the {self.rows_read} rows of "
+            f"which max_length {max_length} cuts off all supervised tokens"
         )
 
     def summary(self) -> str:
-        """Return one line: how many rows and tokens, the format found, and what is supervised."""
+        """Return one line: the numbers of rows and tokens, the format, and what the loss is computed on."""
         skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
         if not self.num_tokens:
             return f"{self.rows_kept} rows{skipped}; {self.format}; {self.mask_method}"
-        cut = f", {self.num_truncated} cut" if self.num_truncated else ""
+        cut = f", {self.num_truncated} truncated" if self.num_truncated else ""
         packed = f" packed into {self.num_packed} sequences" if self.num_packed is not None else ""
         return (
             f"{self.rows_kept} rows{packed}{skipped}{cut}; {self.num_tokens} tokens, {self.num_supervised_tokens} "
-            f"supervised, the longest row {self.longest_tokens}; {self.format}, learning: {self.mask_method}"
+            f"supervised, the longest row {self.longest_tokens}; {self.format}, loss on {self.mask_method}"
         )

@@ -1,15 +1,18 @@
-"""Where rows come from: files, folders and hub datasets, read row by row with the place of each."""
+"""Rows of files, folders and hub datasets, each with its place: the file and line that a person finds it by.
+
+The readers are lorashard's own where the datasets library's would give columns one type for all rows, and fail as a
+whole on a row that is broken: a broken row is named here, and may be skipped.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -24,16 +27,15 @@ from ..config.data_options import DATA_SUFFIXES
 from ..errors import DataError
 from ..runs.links import find_link_out
 
-_JSON_CHUNK_CHARS = 1 << 16
 _CSV_FIELD_CHARS = 1 << 30
 _BATCH_ROWS = 256
 _COUNT_CHUNK_BYTES = 1 << 20
 
 
 class BadRow(Exception):
-    """One row that cannot be trained on; `reason` is the kind of problem, under which rows are counted.
+    """A row that cannot be trained on; `reason` is the kind of problem, by which rows are counted.
 
-    `tokens_before_cut` is given where cutting the row to `max_length` is the problem.
+    `tokens_before_cut` is given if truncating the row to `max_length` is the problem.
     """
 
     def __init__(self, reason: str, detail: str, tokens_before_cut: int | None = None) -> None:
@@ -45,7 +47,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it was read: its place, for people to find it, and its columns or why it has none."""
+    """A row as it was read: its place, and its columns or the reason why it has none."""
 
     place: str
     value: dict[str, Any] | BadRow
@@ -61,12 +63,12 @@ class FileSource:
     ignored: tuple[str, ...] = ()
 
     def identify(self) -> list[Any]:
-        """Return what changes when a file's contents do: its path, size and time of change."""
+        """Return what changes when a file's contents do: its path, size and modification time."""
         stats = [(path, path.stat()) for path in self.paths]
         return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
     def count_rows(self, most: int | None = None) -> int | None:
-        """Return how many rows there are, up to `most`; where parsing alone would tell, `most`."""
+        """Return the number of rows, up to `most`; `most` if only parsing the files would find it."""
         is_parquet = all(path.suffix == ".parquet" for path in self.paths)
         if not is_parquet and not all(path.suffix == ".jsonl" for path in self.paths):
             return most
@@ -76,7 +78,7 @@ class FileSource:
                 total += number
                 if most is not None and total >= most:
                     return most
-        except (OSError, pa.ArrowException):  # whoever reads the rows says what is wrong
+        except (OSError, pa.ArrowException):  # reported when the rows are read
             return most
         return total
 
@@ -86,9 +88,10 @@ class FileSource:
             try:
                 yield from _READERS[path.suffix](path, path.relative_to(self.root).as_posix())
             except UnicodeDecodeError as error:
-                raise DataError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start}): convert it") from error
+                problem = f"not UTF-8 text ({error.reason}, byte {error.start})"
+                raise DataError(problem, where=path, fix="convert it to UTF-8") from error
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error}") from error
+                raise DataError(f"cannot be read: {error}", where=path) from error
 
 
 @dataclass(frozen=True)
@@ -102,17 +105,21 @@ class HubSource:
     ignored: tuple[str, ...] = ()
 
     def identify(self) -> list[Any]:
-        """Return the dataset's place in the datasets library's cache: it holds the commit of what is read.
+        """Return the dataset's folder in the datasets library's cache, which names the commit.
 
         Raises:
-            DataError: It cannot be loaded, or the cache alone is at hand and holds another revision.
+            DataError: It cannot be loaded, or the hub cannot be reached and the cache holds another revision.
         """
         builder = self._ask(datasets.load_dataset_builder)
-        # Without the hub the datasets library takes the newest rows in its cache, whatever revision was asked for.
+        # Offline the datasets library takes the newest rows in its cache, whatever revision was asked for.
         if self.revision is not None and isinstance(builder, Cache) and builder.hash != self._find_cached_commit():
             raise DataError(
-                f"dataset {self.name!r}: revision {self.revision} is not in the cache, and the hub cannot be asked. Go "
-                f"online once, or set dataset_revision to what the cache has: {builder.hash}"
+                "the hub cannot be reached, and the cache has another revision",
+                option="dataset_revision",
+                where=self.name,
+                expected=builder.hash,
+                found=self.revision,
+                fix="go online once, or set dataset_revision to the cached one",
             )
         return [str(builder.cache_dir), self.split]
 
@@ -123,12 +130,12 @@ class HubSource:
         return ref.read_text().strip() if ref.is_file() else self.revision
 
     def count_rows(self, most: int | None = None) -> int | None:
-        """Download the split if it is not yet cached, and return how many rows it has, up to `most`."""
+        """Download the split if it is not cached, and return its number of rows, up to `most`."""
         num_rows = len(self._ask(datasets.load_dataset, split=self.split))
         return num_rows if most is None else min(num_rows, most)
 
     def read(self) -> Iterator[Row]:
-        """Download the split if it is not yet cached, and yield every row."""
+        """Download the split if it is not cached, and yield every row."""
         dataset = self._ask(datasets.load_dataset, split=self.split)
         columns = dataset.column_names
         number = 0
@@ -141,19 +148,19 @@ class HubSource:
         try:
             return load(self.name, self.config, revision=self.revision, **arguments)
         except datasets.exceptions.DatasetNotFoundError as error:
-            advice = "Check the spelling; for a private or gated one, log in with `hf auth login` or set HF_TOKEN"
-            raise DataError(self._explain(error, advice)) from error
+            fix = "check the spelling; for a private or gated one, log in with `hf auth login` or set HF_TOKEN"
+            raise self._describe(error, fix) from error
         except (HTTPError, ConnectionError) as error:
-            raise DataError(self._explain(error, "Try again, or download it and give its folder")) from error
+            raise self._describe(error, "try again, or download it and give its folder") from error
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise DataError(self._explain(error)) from error
+            raise self._describe(error) from error
 
-    def _explain(self, error: Exception, advice: str = "") -> str:
-        reason = _first_line(error)
-        return (
-            f"dataset {self.name!r} is no file or folder here, and could not be loaded from the Hugging Face hub "
-            f"(config {self.config}, split {self.split}, revision {self.revision}): "
-            + (f"{reason.rstrip('.')}. {advice}" if advice else reason)
+    def _describe(self, error: Exception, fix: str | None = None) -> DataError:
+        return DataError(
+            "no file or folder here, and could not be loaded from the Hugging Face hub (config "
+            f"{self.config}, split {self.split}, revision {self.revision}): {_first_line(error).rstrip('.')}",
+            where=f"dataset {self.name!r}",
+            fix=fix,
         )
 
 
@@ -161,28 +168,46 @@ Source = FileSource | HubSource
 
 
 def open_source(name: str, split: str, config: str | None, revision: str | None) -> Source:
-    """Find the rows that a person named: a file, a split of a folder, or a split of a hub dataset.
+    """Return the rows of a file, of a split of a folder, or of a split of a hub dataset.
 
-    A folder's splits are told from the names of its files as the datasets library does: `train.jsonl`,
-    `data/test-00000-of-00001.parquet`, `train/part.csv`; names that say nothing are all `train`.
+    A folder's splits are found from the names of its files as the datasets library does: `train.jsonl`,
+    `data/test-00000-of-00001.parquet`, `train/part.csv`. Files whose names have no split are all `train`.
     """
+    where = f"dataset {name!r}"
     if "://" in name:  # it may hold a password, so it is not repeated
-        raise DataError("expected a dataset's file, folder or hub id, found an address with '://'")
+        raise DataError(expected="a dataset's file, folder or hub id", found="a URL with '://'")
     path = Path(name).expanduser()
     if path.exists() and (config or revision):
-        raise DataError(f"dataset_config and dataset_revision are for hub datasets, but {name!r} is a local path")
+        option = "dataset_config" if config else "dataset_revision"
+        raise DataError(option=option, where=where, expected="a hub dataset with it", found="a local path")
     if path.is_file():
         if path.suffix not in _READERS:
-            raise DataError(f"{name!r} must be one of {', '.join(_READERS)}, found {path.suffix or 'no suffix'}")
+            raise DataError(where=where, expected=f"one of {', '.join(_READERS)}", found=path.suffix or "no suffix")
         return FileSource(name, (path,), path.parent)
     if path.is_dir():
         return _open_folder(name, path, split)
     if path.suffix in _READERS or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise DataError(f"dataset {name!r}: no such file or folder")
+        raise DataError("no such file or folder", where=where)
     return HubSource(name, config, split, revision)
 
 
+def read_rows(source: Source, max_samples: int | None) -> tuple[list[dict[str, Any]], Iterator[Row]]:
+    """Return the first readable rows, of which one may lack a column, and all rows.
+
+    Raises:
+        DataError: There is no row, or none of the first can be read.
+    """
+    rows = islice(source.read(), max_samples)
+    first = list(islice(rows, _BATCH_ROWS))
+    readable = [row.value for row in first if isinstance(row.value, dict)]
+    if not readable:
+        reason = f", the first because of {first[0].place}: {first[0].value}" if first else ""
+        raise DataError(f"no row can be read{reason}", where=f"dataset {source.name!r}")
+    return readable, chain(first, rows)
+
+
 def _open_folder(name: str, folder: Path, split: str) -> FileSource:
+    where = f"folder {name!r}"
     base = folder.resolve().as_posix()
     try:
         found = DataFilesDict.from_patterns(get_data_patterns(base), base, allowed_extensions=list(_READERS))
@@ -190,19 +215,20 @@ def _open_folder(name: str, folder: Path, split: str) -> FileSource:
         found = DataFilesDict()
     splits = {str(key): sorted(Path(file) for file in files) for key, files in found.items() if files}
     if not splits:
-        raise DataError(f"folder {name!r} holds no {', '.join(_READERS)} file")
+        raise DataError(where=where, expected=f"files of {', '.join(_READERS)}", found="none")
     files = [path for paths in splits.values() for path in paths]
     compressed = next((path for path in files if path.suffix not in _READERS), None)
     if compressed is not None:
-        raise DataError(f"folder {name!r} holds {compressed.name}, which is compressed: unpack it first")
+        raise DataError(f"holds {compressed.name}, which is compressed", where=where, fix="unpack it first")
     link = find_link_out(folder.resolve(), files)
     if link is not None:
         raise DataError(
-            f"folder {name!r} is expected to hold its files itself, and a link leads out of it: {link}. If that is the "
-            "file you mean, copy it there or name it; if the folder is another's, do not trust it"
+            f"a link leads out of the folder: {link}",
+            where=where,
+            fix="if that is the file you mean, copy it there or name it; if the folder is another's, do not trust it",
         )
     if split not in splits:
-        raise DataError(f"folder {name!r} has the splits {', '.join(sorted(splits))}, but not {split!r}")
+        raise DataError(where=where, expected=f"one of the splits {', '.join(sorted(splits))}", found=repr(split))
     root = folder.resolve()
     known = {path for paths in splits.values() for path in paths}
     others = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path not in known)
@@ -215,7 +241,7 @@ def _count_parquet(path: Path) -> Iterator[int]:
 
 
 def _count_lines(path: Path) -> Iterator[int]:
-    """Yield how many lines are in each part of a file."""
+    """Yield the number of lines in each part of a file."""
     with path.open("rb") as file:
         while chunk := file.read(_COUNT_CHUNK_BYTES):
             yield chunk.count(b"\n")
@@ -229,77 +255,43 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Row]:
             line = line.rstrip()
             if not line:
                 continue  # an empty line, most often the last, holds no row
+            place = f"{name} line {number}"
             try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield Row(f"{name} line {number}", BadRow("broken JSON", f"{error.msg} at column {error.colno}"))
-            except UnicodeDecodeError as error:
-                yield Row(f"{name} line {number}", BadRow("broken JSON", f"not UTF-8 text at byte {error.start}"))
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-                yield Row(f"{name} line {number}", BadRow("broken JSON", _first_line(error)))
-            else:
-                yield _check_object(f"{name} line {number}", value)
+                yield _check_object(place, json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield Row(place, BadRow("broken JSON", _explain_json(error)))
 
 
 def _read_json(path: Path, name: str) -> Iterator[Row]:
+    """Yield the items of a JSON list, which is decoded as a whole, or the lines of a file of JSON lines."""
     with path.open(encoding="utf-8-sig") as file:
         while (character := file.read(1)).isspace():
             pass
-        if character == "[":
-            for number, value in enumerate(_decode_list(file, name), 1):
-                yield _check_object(f"{name} row {number}", value)
+        if character != "[":
+            yield from _read_jsonl(path, name)
             return
-    yield from _read_jsonl(path, name)
-
-
-def _decode_list(file: TextIO, name: str) -> Iterator[Any]:
-    """Decode the items of a JSON list one at a time, so that a file of any size takes the memory of an item.
-
-    Args:
-        file: Text, open just after the list's first bracket.
-        name: How to call the file in an error.
-    """
-    decoder = json.JSONDecoder()
-    text, start, number = "", 0, 0
-    while True:
-        start = _skip(r"[\s,]*" if number else r"\s*", text, start)
-        if text[start : start + 1] == "]":
-            return
+        file.seek(0)
         try:
-            item, end = decoder.raw_decode(text, start)
-            end = _skip(r"\s*", text, end)
-            is_whole = end < len(text)  # a number may go on in the next chunk
-            message = "expected , or ]"
-            if is_whole and text[end] not in ",]":
-                raise json.JSONDecodeError(message, text, end)
-        except json.JSONDecodeError as error:
-            # The text may only be cut: then decoding stopped at its end, or in a string that it never saw the end of.
-            if not error.msg.startswith("Unterminated string") and error.pos < len(text) - 16:
-                raise DataError(_explain_broken_list(name, number, error.msg)) from error
-            is_whole, message = False, error.msg
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-            raise DataError(_explain_broken_list(name, number, _first_line(error))) from error
-        if is_whole:
-            number += 1
-            yield item
-            start = end
-            continue
-        more = file.read(max(_JSON_CHUNK_CHARS, len(text) - start))
-        if not more:
-            raise DataError(_explain_broken_list(name, number, message))
-        text, start = text[start:] + more, 0
+            values = json.load(file)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise DataError(
+                f"broken JSON ({_explain_json(error)}), so that its rows cannot be told apart",
+                where=f"{name}{line}",
+                fix="fix it, or write one object a line in a .jsonl file, where a broken line spoils no other",
+            ) from error
+    for number, value in enumerate(values, 1):
+        yield _check_object(f"{name} row {number}", value)
 
 
-def _skip(pattern: str, text: str, start: int) -> int:
-    found = re.compile(pattern).match(text, start)
-    return found.end() if found else start
-
-
-def _explain_broken_list(name: str, number: int, message: str) -> str:
-    return (
-        f"{name} is broken JSON after row {number} ({message}), and what follows cannot be told apart into rows: fix "
-        "it, or write one object a line in a .jsonl file, where a broken line spoils no other"
-    )
+def _explain_json(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text at byte {error.start}"
+    return _first_line(error)  # a number of thousands of digits, a thousand brackets
 
 
 def _read_csv(path: Path, name: str) -> Iterator[Row]:
@@ -309,7 +301,7 @@ def _read_csv(path: Path, name: str) -> Iterator[Row]:
             reader = csv.reader(file, strict=True)
             header = next(reader, None)
             if not header:
-                raise DataError(f"{path} has no header line with the names of its columns")
+                raise DataError("has no header line with the names of its columns", where=path)
             number = 0
             while True:
                 try:
@@ -342,7 +334,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row]:
                     number += 1
                     yield Row(f"{name} row {number}", features.decode_example(value))
     except pa.ArrowException as error:
-        raise DataError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
+        raise DataError(f"cannot be read as parquet: {_first_line(error)}", where=path) from error
 
 
 _READERS = dict(zip(DATA_SUFFIXES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))
@@ -355,7 +347,7 @@ def _check_object(place: str, value: Any) -> Row:
 
 
 def name_type(value: Any) -> str:
-    """Name a value's type as people who write JSON know it."""
+    """Return the name of a value's type in JSON."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 

@@ -1,4 +1,4 @@
-"""Rows in the formats that TRL's own trainers take: checked one by one, and handed on as they are.
+"""Rows in the formats that TRL's trainers take: checked one by one, and handed on as they are.
 
 A column is a text, or a conversation: a list of messages with role and content. All columns of a dataset are of one
 kind. `label` is true or false, log-probabilities and margins are numbers. TRL formats, tokenizes and cuts the rows.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from ..config.methods import Method
 from ..errors import DataError
-from .formats import ROLES
-from .sources import BadRow, Source, name_type
+from .formats import ROLES, check_chat_template, find_columns, get_field, get_text
+from .sources import BadRow, Source, name_type, read_rows
 
 _BATCH_ROWS = 256
 _TEXTS = ("prompt", "chosen", "rejected", "completion")
@@ -27,7 +27,7 @@ _NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps", "ref_logps", "re
 class TrlFormat:
     """A set of columns that a trainer takes, and whether they hold conversations.
 
-    Where `has_implicit_prompt`, the trainer takes what chosen and rejected begin with alike for the prompt.
+    With `has_implicit_prompt`, the trainer takes the common beginning of chosen and rejected as the prompt.
     """
 
     columns: tuple[str, ...]
@@ -37,11 +37,11 @@ class TrlFormat:
 
     @property
     def name(self) -> str:
-        """What to call it in a report."""
+        """The format's name in a report."""
         return f"{', '.join(self.columns)} ({'conversations' if self.is_chat else 'texts'})"
 
     def check(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return what the trainer reads of a row.
+        """Return the columns of a row that the trainer reads.
 
         Raises:
             BadRow: A column is missing, or is not what it should be.
@@ -51,7 +51,7 @@ class TrlFormat:
         if self.has_implicit_prompt and row["chosen"][0] != row["rejected"][0]:
             raise BadRow(
                 "no prompt",
-                "`chosen` and `rejected` begin with nothing alike, which would be the prompt: give `prompt`",
+                "`chosen` and `rejected` have no common beginning, which would be the prompt: give `prompt`",
             )
         if self.optional_columns is None:
             return row
@@ -64,20 +64,14 @@ class TrlFormat:
         return kept
 
     def _check_column(self, row: dict[str, Any], column: str) -> None:
-        value = row.get(column)
-        if value is None:
-            is_null = column in row
-            problem = ("null field", "is null") if is_null else ("missing field", "is missing")
-            raise BadRow(problem[0], f"`{column}` {problem[1]}")
         if column == "label":
+            value = get_field(row, column)
             if not isinstance(value, bool):
                 raise BadRow("wrong type", f"`label` must be true or false, found {name_type(value)}")
         elif self.is_chat:
-            _check_messages(value, column)
-        elif not isinstance(value, str):
-            raise BadRow("wrong type", f"`{column}` must be a string, found {name_type(value)}")
-        elif not value.strip():
-            raise BadRow("empty field", f"`{column}` is empty")
+            _check_messages(get_field(row, column), column)
+        else:
+            get_text(row, column)
 
 
 def open_rows(
@@ -88,71 +82,59 @@ def open_rows(
     Raises:
         DataError: There are no rows, their columns are not those that the method takes, or they need a chat template.
     """
-    rows = islice(source.read(), max_samples)
-    first = list(islice(rows, _BATCH_ROWS))
-    good = [row.value for row in first if isinstance(row.value, dict)]
-    if not good:
-        problem = f": {first[0].place}: {first[0].value}" if first else ""
-        raise DataError(f"dataset {source.name!r} holds no row that can be read{problem}")
-    try:
-        found = find_format(good, method, has_chat_template)
-    except DataError as error:
-        raise DataError(f"dataset {source.name!r}: {error}") from error
+    first, rows = read_rows(source, max_samples)
+    found = find_format(first, method, has_chat_template, source.name)
 
     def check() -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-        for row in chain(first, rows):
+        for row in rows:
             try:
-                if isinstance(row.value, BadRow):
-                    raise row.value
-                yield row.place, found.check(row.value)
+                yield row.place, row.value if isinstance(row.value, BadRow) else found.check(row.value)
             except BadRow as problem:
                 yield row.place, problem
 
     return found, check()
 
 
-def find_format(rows: Sequence[dict[str, Any]], method: Method, has_chat_template: bool) -> TrlFormat:
-    """Return the first of the method's formats whose columns the rows have.
+def find_format(rows: Sequence[dict[str, Any]], method: Method, has_chat_template: bool, name: str) -> TrlFormat:
+    """Return the first of the method's formats whose columns the rows of the dataset `name` have.
 
     Raises:
         DataError: There is none, or it needs a chat template and there is none.
     """
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    images = sorted({"image", "images"} & set(columns))
-    if images:
-        raise DataError(f"only text can be trained on, but the dataset has the column {images[0]!r}")
-    for wanted in method.formats:
-        if set(wanted) <= set(columns):
-            texts = [row.get(column) for row in rows for column in wanted if column in _TEXTS]
+    columns = find_columns(rows, name)
+    for expected in method.formats:
+        if set(expected) <= set(columns):
+            texts = [row.get(column) for row in rows for column in expected if column in _TEXTS]
             is_chat = 2 * sum(isinstance(value, list) for value in texts) > len(texts)  # the odd ones are the bad ones
-            if is_chat and not has_chat_template:
-                raise DataError(
-                    "it holds conversations, but the tokenizer has no chat template to write them: set "
-                    "chat_template_path to a .jinja file, or to a model whose template suits this one"
-                )
-            has_implicit_prompt = wanted == ("chosen", "rejected") and not method.is_classifier
-            return TrlFormat(wanted, is_chat, method.optional_columns, has_implicit_prompt)
-    expected = ", or ".join(" + ".join(wanted) for wanted in method.formats)
-    raise DataError(f"{method.name} needs the columns {expected}; found {', '.join(columns) or 'none'}")
+            if is_chat:
+                check_chat_template(has_chat_template, name)
+            has_implicit_prompt = expected == ("chosen", "rejected") and not method.is_classifier
+            return TrlFormat(expected, is_chat, method.optional_columns, has_implicit_prompt)
+    raise DataError(
+        where=f"dataset {name!r}",
+        expected=f"the columns {', or '.join(' + '.join(columns) for columns in method.formats)} for {method.name}",
+        found=", ".join(columns) or "none",
+    )
 
 
-def find_schema(rows: Iterator[dict[str, Any]]) -> pa.Schema:
-    """Return the columns of all rows together, with types that hold the values of all.
+def find_schema(rows: Iterator[dict[str, Any]], name: str) -> pa.Schema:
+    """Return the columns of all rows of the dataset `name`, with types that hold the values of all.
 
     Raises:
-        DataError: A column has values of types that do not go together.
+        DataError: A column has values of types that have no common one.
     """
     schema = pa.schema([])
     try:
         while batch := list(islice(rows, _BATCH_ROWS)):
             schema = pa.unify_schemas([schema, make_table(batch).schema], promote_options="permissive")
     except pa.ArrowException as error:
-        raise DataError(f"a column holds values of different types: {str(error).splitlines()[0]}") from error
+        problem = f"a column holds values of different types: {str(error).splitlines()[0]}"
+        raise DataError(problem, where=f"dataset {name!r}") from error
     return schema
 
 
 def make_table(rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> pa.Table:
-    """Return rows as a table; a column that a row has not is null there."""
+    """Return rows as a table; a column that a row lacks is null there."""
     names = schema.names if schema else dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names}, schema=schema)
 

@@ -1,6 +1,6 @@
-"""`lorashard env`: what a bug report should say of this machine. It holds no secrets, and what is broken is said in it.
+"""`lorashard env`: what a bug report should say about this machine, without secrets.
 
-Nothing here imports torch at the top: the report must come out where torch cannot be imported.
+Nothing here imports torch at the top: the report must be complete where torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import psutil
 
 from .. import __version__
 from ..runs.root import find_existing
-from ..runtime.devices import count_cores, find_gpus
+from ..runtime.devices import count_cores, find_gpus, read_cpu_name
 from ..runtime.disk import show_bytes
 
 if sys.platform != "win32":
     import resource
 
-# Beside what lorashard needs: what changes how a run computes.
+# Those that change how a run computes, required by lorashard or not.
 _PACKAGES = (
     "torch",
     "transformers",
@@ -87,10 +87,9 @@ _VARIABLES = (
     "WORLD_SIZE",
 )
 _SECRET_NAME = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|AUTH|PAT$", re.IGNORECASE)
-# What stands before the host of an address, with or without `https://`, its query, and tokens wherever they are.
+# What precedes the host of an address, with or without `https://`; its query; and tokens anywhere.
 _SECRET_VALUE = re.compile(r"(?:(?<=//)|(?<!\S))(?!\w*://)\S+(?=@)|(?<=\?)\S+|\b(?:hf|ghp|gho|sk)[_-]\w{8,}")
 _COMMAND_TIMEOUT_S = 10
-_GIB = 2**30
 
 Section = dict[str, Any]
 
@@ -98,7 +97,7 @@ Section = dict[str, Any]
 def describe_environment() -> dict[str, Section]:
     """Return every section of the report; sizes are in bytes, under names that end in `_bytes`.
 
-    What cannot be found out says so in its place.
+    A value that cannot be read is replaced by the reason.
     """
     sections: dict[str, Callable[[], Section]] = {
         "lorashard": _describe_lorashard,
@@ -111,7 +110,7 @@ def describe_environment() -> dict[str, Section]:
         "variables": lambda: describe_variables(os.environ),
         "accelerate": _describe_accelerate,
     }
-    return {title: _ask(describe, lambda reason: {"unknown": reason}) for title, describe in sections.items()}
+    return {title: _try(describe, lambda reason: {"unknown": reason}) for title, describe in sections.items()}
 
 
 def render_environment(sections: Mapping[str, Section]) -> str:
@@ -127,7 +126,7 @@ def render_environment(sections: Mapping[str, Section]) -> str:
 
 
 def describe_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that change a run, without secrets: of a token only that it is set."""
+    """Return the environment variables that change a run, without secrets: of a token, only that it is set."""
     shown = {}
     for name, value in sorted(environ.items()):
         if _SECRET_NAME.search(name):
@@ -151,18 +150,18 @@ def read_memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
 
     Args:
         root: where cgroups (version 2 or 1) are mounted.
-        membership: the file that says which of them this process is in.
+        membership: the file that lists the cgroups of this process.
     """
     return min((limit for _, limit in _find_memory_groups(root, membership)), default=None)
 
 
 def read_available_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the host memory that this process may still take: what is free, or what its container has left."""
+    """Return the host memory that this process may still allocate: what is free, or what its container has left."""
     left = [psutil.virtual_memory().available]
     for folder, limit in _find_memory_groups(root, membership):
         name = "memory.current" if (folder / "memory.current").is_file() else "memory.usage_in_bytes"
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # given up where memory is short
+        cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # reclaimed when memory is short
         left.append(limit - int((folder / name).read_text()) + cached)
     return max(0, min(left))
 
@@ -176,7 +175,7 @@ def _find_memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, in
             continue
         top = root / "memory" if controllers else root
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # Inside a container its own group may be mounted at the top, under another name than outside.
+        # Inside a container, its own group may be mounted at the top, under another name than outside.
         group = top / path.lstrip("/")
         for folder in [group, *group.parents]:
             file = folder / name
@@ -198,7 +197,7 @@ def read_driver_cuda() -> tuple[int, int] | None:
 
 
 def find_accelerate_config() -> Path | None:
-    """Return the file of `accelerate config` that `accelerate launch` reads by itself, if it is there."""
+    """Return the file of `accelerate config` that `accelerate launch` reads by default, if it exists."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "huggingface")
     names = (Path(home, "accelerate", f"default_config.{suffix}").expanduser() for suffix in ("yaml", "json"))
     return next((path for path in names if path.is_file()), None)
@@ -212,8 +211,8 @@ def read_accelerate_config() -> dict[str, Any]:
     return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file else {}
 
 
-def _ask(read: Callable[[], Any], explain: Callable[[str], Any] = lambda reason: f"unknown ({reason})") -> Any:
-    # On a broken machine anything may fail, and what does is what the report is for.
+def _try(read: Callable[[], Any], explain: Callable[[str], Any] = lambda reason: f"unknown ({reason})") -> Any:
+    # On a broken machine anything may fail, and the report is for what does.
     try:
         return read()
     except Exception as error:
@@ -227,11 +226,11 @@ def _run(*command: str) -> str:
 
 
 def _describe_lorashard() -> Section:
-    return {"version": __version__, "commit": _ask(_read_commit), "python": sys.version.split()[0]}
+    return {"version": __version__, "commit": _try(_read_commit), "python": sys.version.split()[0]}
 
 
 def _read_commit() -> str:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return "not from a checkout"
     commit = _run("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
@@ -246,31 +245,21 @@ def _describe_packages() -> Section:
         except PackageNotFoundError:
             return "not installed"
 
-    return {name: _ask(partial(find, name)) for name in _PACKAGES}
+    return {name: _try(partial(find, name)) for name in _PACKAGES}
 
 
 def _describe_system() -> Section:
     return {
-        "OS": _ask(_read_os),
+        "OS": _try(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()).strip() or "unknown",
-        "CPU": _ask(_read_cpu_name),
+        "CPU": _try(read_cpu_name),
         "cores": {
-            "usable": _ask(count_cores),
+            "usable": _try(count_cores),
             "physical": psutil.cpu_count(logical=False),
             "logical": psutil.cpu_count(),
         },
     }
-
-
-def _read_os() -> str:
-    return platform.freedesktop_os_release()["PRETTY_NAME"]
-
-
-def _read_cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, None) or platform.processor() or platform.machine()
 
 
 def _describe_torch() -> Section:
@@ -282,16 +271,16 @@ def _describe_torch() -> Section:
     return {
         "build": torch.__version__,
         "CUDA runtime": torch.version.cuda or "none: a CPU build",
-        "NCCL": _ask(read_nccl),
-        "cuDNN": _ask(lambda: torch.backends.cudnn.version() or "not in this build"),
-        "sees GPUs": _ask(torch.cuda.device_count),
-        "bfloat16": _ask(_describe_bfloat16),
-        "architectures": _ask(lambda: " ".join(torch.cuda.get_arch_list()) or "none"),
+        "NCCL": _try(read_nccl),
+        "cuDNN": _try(lambda: torch.backends.cudnn.version() or "not in this build"),
+        "sees GPUs": _try(torch.cuda.device_count),
+        "bfloat16": _try(_describe_bfloat16),
+        "architectures": _try(lambda: " ".join(torch.cuda.get_arch_list()) or "none"),
     } | ({"ROCm": torch.version.hip} if torch.version.hip else {})
 
 
 def _describe_bfloat16() -> str:
-    """Return whether the device that a run would take computes in bfloat16, which `dtype: auto` goes by."""
+    """Return whether a run's device computes in bfloat16, which decides what `dtype: auto` is."""
     import torch
 
     from ..runtime.dtypes import explain_slow_bfloat16
@@ -307,13 +296,13 @@ def _describe_gpus() -> Section:
     newest = read_driver_cuda()
     described: Section = {
         "visible": gpus.count,
-        "driver": _ask(_read_driver),
+        "driver": _try(_read_driver),
         "driver's CUDA": "unknown" if newest is None else f"{newest[0]}.{newest[1]}",
     }
-    described |= {f"GPU {index}": _ask(partial(_describe_gpu, index)) for index in range(gpus.count)}
+    described |= {f"GPU {index}": _try(partial(_describe_gpu, index)) for index in range(gpus.count)}
     if gpus.count > 1:
-        described["peer access"] = _ask(lambda: describe_peers(list(range(gpus.count))))
-        described["links"] = _ask(_read_topology)
+        described["peer access"] = _try(lambda: describe_peers(list(range(gpus.count))))
+        described["links"] = _try(_read_topology)
     return described
 
 
@@ -331,7 +320,7 @@ def _describe_gpu(index: int) -> Section:
 
 
 def describe_peers(indices: list[int]) -> str:
-    """Say which of these GPUs can read each other's memory."""
+    """Return in words which of these GPUs can read each other's memory."""
     without = [f"{a}-{b}" for a, b in find_pairs_without_peer_access(indices)]
     return f"not between {', '.join(without)}" if without else "between all pairs"
 
@@ -345,27 +334,23 @@ def find_pairs_without_peer_access(indices: list[int]) -> list[tuple[int, int]]:
 
 
 def _read_driver() -> str:
-    if not shutil.which("nvidia-smi"):
-        return "unknown (there is no nvidia-smi)"
     return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
 
 
 def _read_topology() -> str:
-    if not shutil.which("nvidia-smi"):
-        return "unknown (there is no nvidia-smi)"
     table = re.sub(r"\x1b\[[0-9;]*m", "", _run("nvidia-smi", "topo", "-m"))
     return "\n" + table.expandtabs()
 
 
 def _describe_limits() -> Section:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    limit = _ask(read_memory_limit)
+    limit = _try(read_memory_limit)
     described: Section = {
         "RAM": {"free_bytes": memory.available, "total_bytes": memory.total},
         "swap": {"free_bytes": swap.free, "total_bytes": swap.total},
         "container's limit": "none" if limit is None else {"limit_bytes": limit} if isinstance(limit, int) else limit,
-        "this process": {"free_bytes": _ask(read_available_bytes)},
-        "/dev/shm": _ask(lambda: _describe_disk(Path("/dev/shm"))),
+        "this process": {"free_bytes": _try(read_available_bytes)},
+        "/dev/shm": _try(lambda: _describe_disk(Path("/dev/shm"))),
     }
     if sys.platform != "win32":
         described["locked memory (ulimit -l)"] = {"limit_bytes": _read_limit(resource.RLIMIT_MEMLOCK)}
@@ -378,22 +363,20 @@ def _read_limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def find_hub_cache() -> Path:
+    """Return the folder of downloaded models."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def _describe_disks() -> Section:
-    def find_hub_cache() -> Path:
-        from huggingface_hub import constants
-
-        return Path(constants.HF_HUB_CACHE)
-
     places: dict[str, Callable[[], Path]] = {
         "current folder": Path.cwd,
         "hub cache": find_hub_cache,
         "temporary files": lambda: Path(tempfile.gettempdir()),
     }
-    return {name: _ask(partial(_describe_place, find)) for name, find in places.items()}
-
-
-def _describe_place(find: Callable[[], Path]) -> Section:
-    return _describe_disk(find())
+    return {name: _try(lambda find=find: _describe_disk(find())) for name, find in places.items()}  # type: ignore[misc]
 
 
 def _describe_disk(path: Path) -> Section:

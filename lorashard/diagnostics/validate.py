@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants, get_safetensors_metadata, model_info
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-from transformers import PreTrainedConfig
 
-from ..config.data_options import DataOptions
 from ..config.initialization import is_derived
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
@@ -24,14 +22,14 @@ from ..runtime.disk import show_bytes
 from ..runtime.plugins import refuse_plugins
 from ..weights.hub import explain_hub_errors, resolve_folder
 from ..weights.safetensors_files import Checkpoint
-from ..weights.stored_formats import find_stored_format, settle_quantization
+from ..weights.stored_formats import settle_quantization
 
 
 def validate(config: RunConfig) -> Iterator[str]:
-    """Check one thing after another; yield a line for each that is right.
+    """Yield a line for each check that passes.
 
     Raises:
-        UserError: The first thing that is wrong.
+        UserError: from the first check that fails.
     """
     refuse_plugins(os.environ)
     choice = choose_ranks(config, find_gpus())
@@ -51,7 +49,7 @@ def validate(config: RunConfig) -> Iterator[str]:
         yield f"reward model: {describe_model(config.reward_model_name_or_path, None)}"
     yield f"adapter: {_describe_adapter(config)}"
     tokenizer = load_tokenizer(**config.tokenizer_options())
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer, method=config.trl_method)
+    prepared = prepare(config.data_options(), tokenizer, method=config.trl_method)
     yield f"dataset: {prepared.report.summary()}"
     if prepared.eval_report is not None:
         yield f"eval_dataset: {prepared.eval_report.summary()}"
@@ -67,10 +65,11 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 
 
 def _describe_format(config: RunConfig) -> str | None:
-    """Return what the base is kept as, where it is stored or asked for quantized."""
+    """Return the format that the base is trained in, where it is stored quantized or is to be quantized."""
+    from ..planning.size import find_stored
+
     name = config.model_name_or_path
-    values, _ = PreTrainedConfig.get_config_dict(name, revision=config.model_revision)
-    stored = find_stored_format(values, name)
+    stored = find_stored(name, config.model_revision)
     quantization = settle_quantization(stored, config.resolve_quantization(), name)
     if stored is None:
         return describe_quantization(quantization) if quantization else None
@@ -79,7 +78,7 @@ def _describe_format(config: RunConfig) -> str | None:
 
 
 def _describe_adapter(config: RunConfig) -> str:
-    """Make the model and its adapter without weights, and find the units that the base is sharded by."""
+    """Build the model and its adapter without weights, and find the units that the base is sharded by."""
     from ..export.derived import check_derivable
     from ..model.adapters import check_coverage
     from ..model.loftq import make_lora
@@ -92,12 +91,8 @@ def _describe_adapter(config: RunConfig) -> str:
     derived = ""
     if is_derived(config.init_lora_weights):
         check_derivable(model, make_lora(config.lora_options()))
-        num_bytes = sum(
-            p.numel() * p.element_size() for p in model.get_base_model().parameters() if not p.requires_grad
-        )
-        derived = (
-            f"; {config.init_lora_weights} keeps a derived base of {show_bytes(num_bytes)} in {find_derived_dir()}"
-        )
+        size = show_bytes(sum(p.nbytes for p in model.get_base_model().parameters() if not p.requires_grad))
+        derived = f"; {config.init_lora_weights} keeps a derived base of {size} in {find_derived_dir()}"
     num_parameters, num_layers = model.get_nb_trainable_parameters()[0], len(find_layers(model))
     return f"{num_parameters:,} trainable parameters; {num_layers} layers to shard{derived}"
 
@@ -106,7 +101,7 @@ def describe_model(name: str, revision: str | None) -> str:
     """Return how large a model is, from its files' headers, and where it is.
 
     Raises:
-        CheckpointError: Its files are missing or damaged, or the hub does not give them.
+        CheckpointError: its files are missing or damaged, or the hub refuses them.
     """
     try:
         folder = resolve_folder(name, revision, allow_download=False)
@@ -122,16 +117,15 @@ def describe_model(name: str, revision: str | None) -> str:
 def _describe_hub_model(name: str, revision: str | None) -> str:
     """Read the headers of a model that is not on this machine."""
     with explain_hub_errors(name, revision):
-        # First, since get_safetensors_metadata takes a missing repo or revision for one without weights.
+        # First, since get_safetensors_metadata reports a missing repo or revision as one without weights.
         commit = model_info(name, revision=revision).sha
         try:
             metadata = get_safetensors_metadata(name, revision=commit)
         except NotASafetensorsRepoError as error:
-            raise CheckpointError(
-                f"The hub's {name} has no safetensors weights. Choose another model, or convert it first: load it with "
-                "transformers and call save_pretrained."
-            ) from error
+            fix = "choose another model, or convert it: load it with transformers and call save_pretrained"
+            raise CheckpointError("the hub has no safetensors weights of it", where=name, fix=fix) from error
         except SafetensorsParsingError as error:
-            raise CheckpointError(f"The hub's {name} has damaged weights: {error}. Choose another revision.") from error
+            fix = "choose another revision"
+            raise CheckpointError("damaged weights on the hub", where=name, found=error, fix=fix) from error
     num_tensors = sum(len(file.tensors) for file in metadata.files_metadata.values())
     return f"{num_tensors} tensors on the hub; finetune will download them"

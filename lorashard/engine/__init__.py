@@ -1,14 +1,14 @@
 """The engine: a sharded, frozen base under torch modules. Knows torch only, nothing of Hugging Face.
 
-Reading order: layout, copies, home, stand_in, placeholder, packed, slots, streams, unit, schedule, autograd, engine.
+Reading order: layout, copies, home, placeholder, slots, streams, unit, schedule, autograd, engine.
 """
 
 from .copies import HostCopies
-from .engine import Engine, ScheduleEntry
+from .engine import Engine
 from .home import DeviceHome, FileHome, Home, HostHome
-from .layout import Layout, Piece, plan_layout
-from .packed import Packed, Packing, Part, Workspace
-from .placeholder import Placeholder
+from .layout import Layout, Part, Piece, plan_layout
+from .placeholder import FrozenWeight, Placeholder
+from .schedule import ScheduleEntry
 from .stats import Stats
 from .unit import Owner, State, Unit, Weight
 
@@ -16,21 +16,19 @@ __all__ = [
     "DeviceHome",
     "Engine",
     "FileHome",
+    "FrozenWeight",
     "Home",
     "HostCopies",
     "HostHome",
     "Layout",
     "Owner",
-    "Packed",
-    "Packing",
     "Part",
     "Piece",
     "Placeholder",
+    "ScheduleEntry",
     "State",
     "Stats",
     "Unit",
-    "ScheduleEntry",
     "Weight",
-    "Workspace",
     "plan_layout",
 ]

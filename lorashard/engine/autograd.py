@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .packed import Packed, View
+from .placeholder import FrozenWeight
 from .slots import SlotPool
 from .unit import Unit
 
@@ -38,14 +38,31 @@ class Handle:
     stride: tuple[int, ...]
     offset: int
 
+    def find(self) -> torch.Tensor:
+        """Return the tensor; its unit is unsharded."""
+        assert self.unit.slot is not None
+        return self.unit.slot.view_strided(self.dtype, self.shape, self.stride, self.offset)
+
+    def copy(self) -> torch.Tensor:
+        """Return the tensor's values in memory of their own; its unit is unsharded."""
+        return self.find().clone()
+
 
 @dataclass(frozen=True, slots=True)
-class PackedHandle:
-    """Which weight of a unit a saved `Packed` stands for, and the views that were taken of it."""
+class WeightHandle:
+    """Which weight of a unit a saved `FrozenWeight` stands for, and the views that were taken of it."""
 
     unit: Unit
-    number: int
-    views: tuple[View, ...]
+    index: int
+    views: tuple[Any, ...]
+
+    def find(self) -> FrozenWeight:
+        """Return the tensor; its unit is unsharded."""
+        return self.unit.bind(self.index).viewed(self.views)
+
+    def copy(self) -> torch.Tensor:
+        """Return the tensor's values in memory of their own; its unit is unsharded."""
+        return self.find().read("a look at the graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,7 @@ class _Outer:
 
 
 @contextlib.contextmanager
-def saved_handles(pool: SlotPool, restore: Callable[[Handle | PackedHandle], torch.Tensor]) -> Iterator[None]:
+def saved_handles(pool: SlotPool[Unit], restore: Callable[[Handle | WeightHandle], torch.Tensor]) -> Iterator[None]:
     """While the body runs, save handles for tensors in `pool`; `restore` turns one back into a tensor.
 
     See [Saved handles] and [Innermost hooks win].
@@ -77,16 +94,15 @@ def saved_handles(pool: SlotPool, restore: Callable[[Handle | PackedHandle], tor
         slot = pool.find(tensor)
         if slot is not None and slot.owner is not None:
             return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        if isinstance(tensor, Packed):
-            place = tensor.weight.place
-            return _Kept(tensor, 0) if place is None else PackedHandle(*place, tensor.views)
+        if isinstance(tensor, FrozenWeight):
+            return _Kept(tensor, 0) if tensor.place is None else WeightHandle(*tensor.place, tensor.views)
         if outer is not None:
             return _Outer(outer[0](tensor))
         # Detached: a node that kept its own output would be a cycle that nothing collects.
         return _Kept(tensor.detach(), tensor._version)
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, (Handle, PackedHandle)):
+        if isinstance(packed, (Handle, WeightHandle)):
             return restore(packed)
         if isinstance(packed, _Outer):
             assert outer is not None
@@ -116,8 +132,4 @@ def first_differentiable(values: Any) -> torch.Tensor | None:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return None
-    for value in values:
-        found = first_differentiable(value)
-        if found is not None:
-            return found
-    return None
+    return next((found for value in values if (found := first_differentiable(value)) is not None), None)

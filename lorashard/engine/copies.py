@@ -7,9 +7,10 @@ import logging
 import mmap
 import resource
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -58,12 +59,16 @@ class HostCopies:
         except RuntimeError as error:
             raise ConfigError(
                 f"the system refuses to pin {RING_BUFFERS * RING_BUFFER_BYTES / 2**20:.0f} MiB of host memory "
-                f"({str(error).splitlines()[0]}): raise the limit on locked memory (`ulimit -l`), or choose another "
-                "placement"
+                f"({str(error).splitlines()[0]})",
+                fix="raise the limit on locked memory (`ulimit -l`), or choose another placement",
             ) from error
 
     def allocate(self, owner: object, num_bytes: int) -> torch.Tensor:
-        """Return host memory as `allocate_host` does, unpinned again when `owner` goes; warn once if it is pageable."""
+        """Return host memory as `allocate_host` does, unpinned again when `owner` goes; warn once if it is pageable.
+
+        Ranks: local.
+        Memory: `num_bytes` on the host, until nobody has the tensor.
+        """
         self.prepare()
         tensor, refusal = allocate_host(num_bytes, self._device)
         if refusal is not None and not self._has_warned:
@@ -74,46 +79,29 @@ class HostCopies:
         return tensor
 
     def start(self, pairs: Pairs) -> Work:
-        """Start copying each (target, source) of uint8, behind what the current stream was given so far."""
+        """Start copying each (target, source) of uint8, behind what the current stream was given so far.
+
+        Ranks: local.
+        Memory: none beside the ring.
+        """
         if self._queues is None:
             for target, source in pairs:
                 target.copy_(source)
-            return _Done()
+            return _Copies()
         if all(self._queues.is_pinned(source) for _, source in pairs):
             for target, source in pairs:
                 self._queues.copy(target, source)
-            return _OnQueue(self._queues, self._queues.record())
+            return _Copies(partial(self._queues.wait, self._queues.record()))
         self.prepare()
         assert self._ring is not None
         return self._ring.start(pairs)
 
 
 @dataclass(frozen=True)
-class _Done:
-    def wait(self) -> None:
-        pass
+class _Copies:
+    """Copies that were started; `wait` holds up the current queue, or the host, until they are done."""
 
-
-@dataclass(frozen=True)
-class _OnQueue:
-    """Done when `event` has happened; waiting holds up the current queue, not the host."""
-
-    queues: Queues
-    event: Event
-
-    def wait(self) -> None:
-        self.queues.wait(self.event)
-
-
-@dataclass(frozen=True)
-class _InThread:
-    """Waiting holds up the host until the thread has started the last copy, then the current queue."""
-
-    queues: Queues
-    last: Future[Event]
-
-    def wait(self) -> None:
-        self.queues.wait(self.last.result())
+    wait: Callable[[], object] = lambda: None
 
 
 class _PinnedRing:
@@ -127,7 +115,8 @@ class _PinnedRing:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lorashard-copies")
 
     def start(self, pairs: Pairs) -> Work:
-        return _InThread(self._queues, self._thread.submit(self._copy, pairs, self._queues.record()))
+        last = self._thread.submit(self._copy, pairs, self._queues.record())
+        return _Copies(lambda: self._queues.wait(last.result()))  # when the thread has started the last copy
 
     def _copy(self, pairs: Pairs, ready: Event) -> Event:
         with self._queues.on(self._queue):

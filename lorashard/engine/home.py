@@ -1,4 +1,4 @@
-"""Where a unit's bytes rest between visits."""
+"""Where a unit's bytes rest while no slot holds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .layout import Field, Layout
 
 
 class Home(Protocol):
-    """Where one unit rests on this rank, and how it becomes whole.
+    """Where one unit rests on this rank, and how it is unsharded.
 
     Attributes:
         layout: where each tensor sits in the unit's buffer.
@@ -31,56 +31,73 @@ class Home(Protocol):
     copied_bytes: int
 
     def views(self) -> list[torch.Tensor] | None:
-        """Return the unit's tensors if they rest whole where they are computed with, else None.
+        """Return the unit's tensors if they rest unsharded where they are computed with, else None.
 
-        Such a unit is never unsharded: it needs no slot, and its modules hold these tensors for the whole run.
+        Such a unit needs no slot: its modules hold these tensors for the whole run.
+
+        Ranks: local.
         """
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
-        """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the whole unit."""
+        """Start filling `buffer` (uint8, [>= layout.total_bytes]) with the unsharded unit.
+
+        Ranks: as the home says: every rank of the shard group in the same order, or local.
+        Memory: none beside `buffer`.
+        """
         ...
 
     def write(self, field: Field, data: torch.Tensor) -> None:
-        """Take other bytes (uint8, [field.num_bytes], on the host) for a tensor; this rank keeps its part of them."""
+        """Take other bytes (uint8, [field.num_bytes], on the host) for a tensor; this rank keeps its part of them.
+
+        Ranks: local.
+        """
         ...
 
 
-class DeviceHome:
+class _ShardHome:
+    """1/size of the unit, in memory of this rank's own."""
+
+    device_bytes = 0
+    host_bytes = 0
+
+    def __init__(self, layout: Layout, group: ShardGroup, shard: torch.Tensor) -> None:
+        self.layout = layout
+        self.shard = shard  # uint8, [layout.shard_bytes]
+        self.num_copies = 0
+        self.copied_bytes = 0
+        self._group = group
+
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        for piece in self.layout.pieces(self._group.rank):
+            if piece.field == field:
+                part = data[piece.begin_byte : piece.end_byte]
+                self.shard[piece.shard_byte : piece.shard_byte + part.numel()].copy_(part)
+
+
+class DeviceHome(_ShardHome):
     """1/size of the unit on this rank's device; unsharding is one all-gather.
 
-    In a group of one the shard is the whole unit: nothing is ever gathered or copied.
+    In a group of one the shard is the unsharded unit: nothing is ever gathered or copied.
 
     Memory: `layout.shard_bytes` on the device.
     """
 
-    host_bytes = 0
-    num_copies = 0
-    copied_bytes = 0
-
     def __init__(self, layout: Layout, group: ShardGroup, device: torch.device) -> None:
-        self.layout = layout
-        self._group = group
-        self.shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
+        super().__init__(layout, group, torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device))
         self.device_bytes = layout.shard_bytes
 
     def views(self) -> list[torch.Tensor] | None:
-        if self._group.size > 1:
-            return None
-        fields = self.layout.fields
-        return [self.shard[f.begin_byte : f.end_byte].view(f.dtype).view(f.shape) for f in fields]
+        return None if self._group.size > 1 else [field.view_in(self.shard) for field in self.layout.fields]
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
-        """Start filling `buffer` with the whole unit.
+        """Start filling `buffer` with the unsharded unit.
 
         Ranks: collective over the shard group.
         """
         return self._group.all_gather(buffer[: self.layout.total_bytes], self.shard)
 
-    def write(self, field: Field, data: torch.Tensor) -> None:
-        _write(self.shard, self.layout, self._group.rank, field, data)
 
-
-class HostHome:
+class HostHome(_ShardHome):
     """1/size of the unit in this rank's host memory, pinned on CUDA.
 
     Unsharding copies the shard to its place in the slot, and gathers the rest there from the other ranks; in a group
@@ -89,44 +106,35 @@ class HostHome:
     Memory: `layout.shard_bytes` on the host.
     """
 
-    device_bytes = 0
-
     def __init__(self, layout: Layout, group: ShardGroup, copies: HostCopies) -> None:
-        self.layout = layout
-        self._group = group
-        self._copies = copies
-        self.shard = copies.allocate(self, layout.shard_bytes)
+        super().__init__(layout, group, copies.allocate(self, layout.shard_bytes))
         self.host_bytes = layout.shard_bytes
-        self.num_copies = 0
-        self.copied_bytes = 0
+        self._copies = copies
 
     def views(self) -> list[torch.Tensor] | None:
         return None
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
-        """Start filling `buffer` with the whole unit.
+        """Start filling `buffer` with the unsharded unit.
 
         Ranks: collective over the shard group; local in a group of one.
         """
-        whole = buffer[: self.layout.total_bytes]
-        row = whole.view(self._group.size, -1)[self._group.rank]
+        unsharded = buffer[: self.layout.total_bytes]
+        own_part = unsharded.view(self._group.size, -1)[self._group.rank]
         self.num_copies += 1
-        self.copied_bytes += row.numel()
-        copied = self._copies.start([(row, self.shard)])
+        self.copied_bytes += own_part.numel()
+        copied = self._copies.start([(own_part, self.shard)])
         if self._group.size == 1:
             return copied
         copied.wait()  # on the side stream: the gather must not send what is not there yet
-        return self._group.all_gather(whole, row)
-
-    def write(self, field: Field, data: torch.Tensor) -> None:
-        _write(self.shard, self.layout, self._group.rank, field, data)
+        return self._group.all_gather(unsharded, own_part)
 
 
 class FileHome:
     """No memory of its own: the unit's bytes are read through mapped files, which all ranks of a node share.
 
-    On a CPU the modules read the mapped pages themselves; elsewhere unsharding copies the whole unit. Either way no
-    rank waits for another.
+    On a CPU the modules read the mapped pages themselves; elsewhere unsharding copies the unit. Either way no rank
+    waits for another.
 
     Memory: none; the kernel's page cache, which it may evict.
     """
@@ -158,7 +166,7 @@ class FileHome:
         return [piece.view(field.dtype).view(field.shape) for field, (piece,) in fields]
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
-        """Start filling `buffer` with the whole unit.
+        """Start filling `buffer` with the unsharded unit.
 
         Ranks: local.
         """
@@ -173,11 +181,6 @@ class FileHome:
         return self._copies.start(pairs)
 
     def write(self, field: Field, data: torch.Tensor) -> None:
-        raise ShardError(f"base weight '{field.name}' was written, but it is read from the checkpoint's own files")
-
-
-def _write(shard: torch.Tensor, layout: Layout, rank: int, field: Field, data: torch.Tensor) -> None:
-    for piece in layout.pieces(rank):
-        if piece.field == field:
-            num_bytes = piece.end_byte - piece.begin_byte
-            shard[piece.shard_byte : piece.shard_byte + num_bytes].copy_(data[piece.begin_byte : piece.end_byte])
+        raise ShardError(
+            "it was written, but it is read from the checkpoint's own files", where=f"base weight '{field.name}'"
+        )

@@ -13,6 +13,19 @@ ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the tensors that together keep a weight.
+
+    Attributes:
+        name: what it is; empty for the values themselves.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Field:
     """One tensor in a unit's buffer: bytes [begin_byte, begin_byte + num_bytes)."""
 
@@ -28,6 +41,10 @@ class Field:
     @property
     def end_byte(self) -> int:
         return self.begin_byte + self.num_bytes
+
+    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of the unit's buffer (uint8)."""
+        return buffer[self.begin_byte : self.end_byte].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)

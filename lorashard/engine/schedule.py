@@ -1,12 +1,35 @@
-"""Which unit is needed next: the static order of visits, and how far each lies ahead. Pure arithmetic."""
+"""The static order of visits: how far each lies ahead, and so which slot to fill next."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import nn
+
+from .unit import Unit
+
 Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """One entry in the static order of a forward: entering any of `modules` needs `unit` unsharded.
+
+    Args:
+        unit: what is entered. A tied embedding's unit has two entries: first as embedding, last as LM head.
+        modules: leaving one releases the unit, unless `holds`.
+        holds: keep the unit to the end of the forward, since it is read outside of its modules: fused losses read
+            `lm_head.weight` after the final norm without calling the LM head.
+        has_backward: false for a frozen embedding, which needs only its indices for that.
+    """
+
+    unit: Unit
+    modules: tuple[nn.Module, ...]
+    holds: bool = False
+    has_backward: bool = True
 
 
 class Direction(enum.Enum):
@@ -21,7 +44,7 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     """Return how many visits lie between the one at `position` and the next one at `target`.
 
     A forward visits 0 .. num_visits - 1, a backward the same in reverse. The unit whose next visit lies farthest ahead
-    is the one to evict (L. Belady, "A study of replacement algorithms", 1966): the order is known, so the optimal
+    is the one to reshard (L. Belady, "A study of replacement algorithms", 1966): the order is known, so the optimal
     choice is too, and every rank makes the same one.
     """
     if direction is Direction.BACKWARD:
@@ -33,17 +56,29 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     return num_visits - position + target
 
 
-def farthest(
-    candidates: Iterable[tuple[Key, Iterable[int]]], position: int, direction: Direction, num_visits: int
-) -> Key | None:
-    """Return the key of the candidate (key, its visits) whose nearest next visit lies farthest ahead, or None.
+def choose_slot(
+    owners: Sequence[Key | None],
+    is_in_use: Callable[[Key], bool],
+    visits: Mapping[Key, Sequence[int]],
+    position: int,
+    direction: Direction,
+    num_visits: int,
+) -> int | None:
+    """Return which of a class's slots to fill next, or None if all are in use.
 
-    Ties go to the first: all ranks must choose alike.
+    A free slot is taken first; otherwise the owner whose next visit lies farthest ahead is resharded. Ties go to the
+    first: all ranks must choose alike.
+
+    Args:
+        owners: the unit in each slot, or None.
+        visits: the positions of each unit in the order of a forward.
     """
-    best_key: Key | None = None
-    best_distance = -1
-    for key, visits in candidates:
-        distance = min(count_visits_until(visit, position, direction, num_visits) for visit in visits)
-        if distance > best_distance:
-            best_key, best_distance = key, distance
-    return best_key
+    if None in owners:
+        return owners.index(None)
+
+    def distance(slot: int) -> int:
+        ahead = visits[owners[slot]]  # type: ignore[index]
+        return min(count_visits_until(target, position, direction, num_visits) for target in ahead)
+
+    evictable = [slot for slot, owner in enumerate(owners) if owner is not None and not is_in_use(owner)]
+    return max(evictable, key=distance, default=None)

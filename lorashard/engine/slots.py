@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from ..errors import ShardError
+from .layout import Field, Layout
 from .queues import Event, on_device
 
-if TYPE_CHECKING:
-    from .unit import Unit
+
+class SlotUser(Protocol):
+    """What takes a slot: a unit."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size_class(self) -> str: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+OwnerT = TypeVar("OwnerT", bound=SlotUser)
 
 
 def own_version(view: torch.Tensor) -> torch.Tensor:
@@ -24,7 +38,7 @@ def own_version(view: torch.Tensor) -> torch.Tensor:
     return view.data
 
 
-class Slot:
+class Slot(Generic[OwnerT]):
     """One preallocated buffer, and the unit whose bytes it holds.
 
     Note [Nobody else holds a slot]
@@ -39,7 +53,7 @@ class Slot:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
         self._device = device
-        self.owner: Unit | None = None
+        self.owner: OwnerT | None = None
         self.readers_done: Event | None = None
         self._allocate()
 
@@ -48,7 +62,6 @@ class Slot:
         self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
         with on_device(self._device):  # torch exports no tensor of another GPU than the current one
             self.wire = torch.from_dlpack(self.buffer)
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._storage = self.buffer.untyped_storage()
         self._quiet_count = self._count_references()
 
@@ -59,16 +72,15 @@ class Slot:
     def _count_references(self) -> int:
         return torch._C._storage_Use_Count(self._storage._cdata)
 
-    def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
-        return own_version(self._as_type(dtype).as_strided(shape, stride, offset))
+    def view(self, field: Field) -> torch.Tensor:
+        """Return the tensor whose bytes are `field` of the unit that this slot holds."""
+        return own_version(field.view_in(self.buffer))
 
-    @torch.inference_mode(False)
-    def _as_type(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._typed:
-            self._typed[dtype] = self.buffer[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            self._quiet_count += 1
-        return self._typed[dtype]
+    def view_strided(
+        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
+        return own_version(self.buffer.view(dtype).as_strided(shape, stride, offset))
 
     def is_held(self) -> bool:
         """Tell whether a tensor outside of the engine still views this slot."""
@@ -81,10 +93,12 @@ class Slot:
         gc.collect()
         if self.is_held():
             raise ShardError(
-                f"something still holds a weight of '{self.owner and self.owner.name}' although its computation has "
-                "ended, and would read other weights there next. A custom autograd Function that keeps a weight on "
-                "`ctx` instead of ctx.save_for_backward, retain_graph=True under activation checkpointing, or a hook "
-                "that stores weights does this; load with placement='replicate' if it cannot be changed"
+                "something still holds a weight although its computation has ended, and would read other weights there "
+                "next. A custom autograd Function that keeps a weight on `ctx`, retain_graph=True under activation "
+                "checkpointing, or a hook that stores weights does this",
+                where=f"unit '{self.owner and self.owner.name}'",
+                fix="keep weights with ctx.save_for_backward; load with placement='replicate' if the code cannot be "
+                "changed",
             )
 
     def replace_if_held(self) -> None:
@@ -98,7 +112,7 @@ class Slot:
             self._allocate()
 
 
-class SlotPool:
+class SlotPool(Generic[OwnerT]):
     """Slots in size classes, made once; a unit only ever takes a slot of its own class.
 
     Memory: `total_bytes` on the device, allocated here and never again.
@@ -106,12 +120,12 @@ class SlotPool:
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         """Make `{size_class: (num_slots, num_bytes)}`."""
-        self._classes = {
+        self._classes: dict[str, list[Slot[OwnerT]]] = {
             name: [Slot(num_bytes, device) for _ in range(num)] for name, (num, num_bytes) in sizes.items()
         }
         self._by_address = {slot.address: slot for slot in self}
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Slot[OwnerT]]:
         return (slot for slots in self._classes.values() for slot in slots)
 
     @property
@@ -121,10 +135,10 @@ class SlotPool:
     def __len__(self) -> int:
         return sum(len(slots) for slots in self._classes.values())
 
-    def of_class(self, size_class: str) -> list[Slot]:
+    def of_class(self, size_class: str) -> list[Slot[OwnerT]]:
         return self._classes[size_class]
 
-    def find(self, tensor: torch.Tensor) -> Slot | None:
+    def find(self, tensor: torch.Tensor) -> Slot[OwnerT] | None:
         """Return the slot that `tensor` lives in, or None."""
         # A sparse tensor has no storage, and a subclass need not have one of its own.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not torch._C._has_storage(tensor):
@@ -138,7 +152,7 @@ class SlotPool:
         self._by_address = {slot.address: slot for slot in self}
 
 
-def plan_slots(units: Iterable[Unit], num_layer_slots: int) -> dict[str, tuple[int, int]]:
+def plan_slots(units: Iterable[SlotUser], num_layer_slots: int) -> dict[str, tuple[int, int]]:
     """Return how many slots of which size the units need: `{size_class: (num_slots, num_bytes)}`.
 
     Layers get `num_layer_slots` (one that computes, those that are prefetched, one that may stay); every other class

@@ -11,13 +11,13 @@ class Stats:
 
     Attributes:
         num_gathers: all-gathers of base units.
-        gathered_bytes: bytes that they made whole (each of W ranks received (W-1)/W of them).
+        gathered_bytes: bytes that they unsharded (each of W ranks received (W-1)/W of them).
         num_copies: units, or shards of units, copied from host memory or files into slots.
         copied_bytes: bytes of these copies.
-        peak_unsharded_bytes: the most that was whole in slots at once.
+        peak_unsharded_bytes: the most that was unsharded in slots at once.
         num_slots: buffers in the pool.
         slot_bytes: bytes of the pool.
-        num_resident: units that stay whole for the whole run.
+        num_resident: units that stay unsharded for the whole run.
         bytes_at_rest: bytes of the base that rest on this rank's device: shards, and what is resident.
         host_bytes_at_rest: bytes that rest in this rank's own host memory. Mapped files are nobody's own.
         wait_s: seconds that the computation waited for gathers.

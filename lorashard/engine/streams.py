@@ -40,7 +40,7 @@ class SideStream:
 
         A slot is reused through this: the event says that its last reader is done, so the gather cannot overtake it.
         """
-        if self._queues is None:
+        if self._queues is None or self._queue is None:
             yield
             return
         with self._queues.on(self._queue):
@@ -49,7 +49,7 @@ class SideStream:
             yield
 
     def wait(self, work: Work) -> None:
-        """Make the computation wait for `work`; the host goes on where the device can."""
+        """Make the computation wait for `work`; the host continues where the device can."""
         if self._queues is None:
             begin_s = time.perf_counter()
             work.wait()

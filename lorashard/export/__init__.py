@@ -1,4 +1,4 @@
-"""What leaves a run as files: the saved adapter, a merged model, and bases that are derived for PiSSA and OLoRA.
+"""What a run writes for others: the saved adapter, a merged model, and bases that are derived for PiSSA and OLoRA.
 
-Reads files and live models a unit at a time. Which files a base has is in `weights`.
+Works from files, a unit at a time. How a base's files are read is in `weights`.
 """

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine import Placeholder
-from ..model.loading import NEW_HEADS, UNUSED_HEADS, build_skeleton
+from ..model.skeleton import UNUSED_HEADS, build_skeleton, plan_weights
 from ..weights.fingerprint import ADAPTER_NAME
 from ..weights.model_config import read_model_config
 from ..weights.safetensors_files import Checkpoint, StoredTensor
@@ -24,7 +24,7 @@ from .writing import TensorWriter
 
 
 def find_dtype(folder: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> torch.dtype:
-    """Return the dtype that `from_pretrained` with dtype "auto" would give to a model."""
+    """Return the dtype that `from_pretrained` with dtype "auto" loads a model in."""
     found = getattr(read_model_config(folder, trust_remote_code), "dtype", None)
     if isinstance(found, str):
         found = getattr(torch, found)
@@ -42,25 +42,25 @@ def plan_base(
 ) -> tuple[PreTrainedModel, BaseWeights]:
     task_type = TaskType(config.task_type) if config.task_type else None
     skeleton = build_skeleton(str(folder), folder, task_type, dtype, trust_remote_code, None, num_labels)
-    weights = BaseWeights.plan(
-        skeleton,
-        checkpoint,
-        dtype,
-        allow_missing=NEW_HEADS.get(task_type, ()),
-        allow_unexpected=UNUSED_HEADS.get(task_type, ()),
-    )
-    return skeleton, weights
+    return skeleton, plan_weights(skeleton, checkpoint, task_type, dtype)
 
 
 def find_dropped_keys(config: PeftConfig) -> Sequence[str]:
-    """Return the keys of the base's files that the adapter's task has no use for, such as another head's."""
+    """Return the beginnings of keys in the base's files that the adapter's task has no use for: another head's."""
     return UNUSED_HEADS.get(TaskType(config.task_type) if config.task_type else None, ())
 
 
 def find_held(skeleton: PreTrainedModel, base: BaseTensors, adapter: Path, config: PeftConfig) -> set[str]:
-    """Make real what the adapter's file will overwrite in the base itself: biases, a saved embedding."""
+    """Give memory to what the adapter's file overwrites in the base itself: biases, a saved embedding.
+
+    Returns:
+        The names of these tensors in the base, with those tied to them.
+    """
     with safe_open(adapter / ADAPTER_NAME, framework="pt") as opened:
-        held = find_held_names(opened.keys(), base, config)
+        names = {to_base_name(key) for key in opened.keys()} & base.tensors.keys()  # noqa: SIM118
+    wrapped = tuple(f".{name}" for name in getattr(config, "modules_to_save", None) or ())
+    held = {name for name in names if not f".{name.rpartition('.')[0]}".endswith(wrapped)}
+    held = held.union(*(tied for tied in base.ties if held.intersection(tied)))
     made: dict[int, nn.Parameter] = {}
     for path, module in skeleton.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -68,14 +68,6 @@ def find_held(skeleton: PreTrainedModel, base: BaseTensors, adapter: Path, confi
                 value = made.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), requires_grad=False))
                 module._parameters[attribute] = value
     return held
-
-
-def find_held_names(keys: Sequence[str], base: BaseTensors, config: PeftConfig) -> set[str]:
-    """Return the names of the base that an adapter's file overwrites in the base itself, with those tied to them."""
-    wrapped = tuple(f".{name}" for name in getattr(config, "modules_to_save", None) or ())
-    names = {to_base_name(key) for key in keys} & base.tensors.keys()
-    held = {name for name in names if not f".{name.rpartition('.')[0]}".endswith(wrapped)}
-    return held.union(*(tied for tied in base.ties if held.intersection(tied)))
 
 
 def copy_stored(weights: BaseWeights, stored: StoredTensor, writer: TensorWriter) -> None:

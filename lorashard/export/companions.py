@@ -1,11 +1,10 @@
-"""The small files beside a merged model's weights, so that Auto classes load it as it lies there."""
+"""The small files beside a merged model's weights, so that Auto classes load it from its folder."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Mapping
-from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..runtime.dtypes import name_of
-from ..weights.model_folder import INDEX_NAME
+from ..weights.model_folder import INDEX_NAME, TEMPLATES_FOLDER
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -26,9 +25,8 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*.model",
 )
-_TOKENIZER_FOLDER = "additional_chat_templates"
 _OTHER_FILES = ("*.json", "*.jinja", "*.py", "*.txt")
-_NOT_OF_A_MODEL = ("config.json", INDEX_NAME, "*.index.json", "adapter_config.json")
+_NOT_COPIED = ("config.json", INDEX_NAME, "*.index.json", "adapter_config.json")
 
 
 def write_companions(
@@ -36,7 +34,7 @@ def write_companions(
     model: PreTrainedModel,
     dtype: torch.dtype,
     is_untied: bool,
-    base: Path | None,
+    base: Path,
     tokenizer: Path | None,
     quantization_config: Mapping[str, Any] | None = None,
 ) -> None:
@@ -45,36 +43,27 @@ def write_companions(
     Args:
         model: the base, without weights.
         is_untied: the merged model's embedding and head are two weights where the base's were one.
-        base: the folder of the base; without it the config is the model's.
-        tokenizer: a folder whose tokenizer goes before the base's, if it has one.
-        quantization_config: what tells how the weights are quantized; None if they are not, whatever the base was.
+        base: the folder of the base.
+        tokenizer: a folder whose tokenizer is taken instead of the base's, if it has one.
+        quantization_config: how the weights are quantized; None if they are not, whatever the base was.
     """
+    _write_config(folder, model, dtype, is_untied, base, quantization_config)
     has_own = tokenizer is not None and (tokenizer / "tokenizer_config.json").is_file()
-    if base is None:
-        _save_config(folder, model, dtype, is_untied, quantization_config)
-    else:
-        _copy_config(folder, model, dtype, is_untied, base, quantization_config)
-        for file in sorted(base.iterdir()):
-            is_tokenizer = _matches(file, _TOKENIZER_FILES)
-            is_wanted = not has_own if is_tokenizer else _matches(file, _OTHER_FILES)
-            if file.is_file() and is_wanted and not _matches(file, _NOT_OF_A_MODEL):
-                shutil.copyfile(file, folder / file.name)
-    source = tokenizer if has_own else base
-    if source is None:
-        return
-    if has_own:
-        for file in sorted(source.iterdir()):
-            if file.is_file() and _matches(file, _TOKENIZER_FILES):
-                shutil.copyfile(file, folder / file.name)
-    if (source / _TOKENIZER_FOLDER).is_dir():
-        shutil.copytree(source / _TOKENIZER_FOLDER, folder / _TOKENIZER_FOLDER)
+    source = tokenizer if tokenizer is not None and has_own else base
+    copied = [file for file in base.iterdir() if _matches(file, _OTHER_FILES) and not _matches(file, _TOKENIZER_FILES)]
+    copied += [file for file in source.iterdir() if _matches(file, _TOKENIZER_FILES)]
+    for file in copied:
+        if file.is_file() and not _matches(file, _NOT_COPIED):
+            shutil.copyfile(file, folder / file.name)
+    if (source / TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(source / TEMPLATES_FOLDER, folder / TEMPLATES_FOLDER)
 
 
 def _matches(file: Path, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(file.name, pattern) for pattern in patterns)
 
 
-def _copy_config(
+def _write_config(
     folder: Path,
     model: PreTrainedModel,
     dtype: torch.dtype,
@@ -82,11 +71,11 @@ def _copy_config(
     base: Path,
     quantization_config: Mapping[str, Any] | None,
 ) -> None:
-    """Write the base's config with what merging has changed; all else stays as it is, known to transformers or not."""
+    """Write the base's config with what merging has changed; all else stays, whether transformers knows it or not."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = name_of(dtype)
-    config["architectures"] = [_class_name(model)]
+    config["architectures"] = [type(model).__name__]
     parts = [config] + [part for part in config.values() if isinstance(part, dict) and "model_type" in part]
     for part in parts:
         part.pop("quantization_config", None)
@@ -102,27 +91,3 @@ def _copy_config(
             if part is config or "tie_word_embeddings" in part:
                 part["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _save_config(
-    folder: Path,
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    is_untied: bool,
-    quantization_config: Mapping[str, Any] | None,
-) -> None:
-    config = deepcopy(model.config)
-    if quantization_config is not None:
-        config.quantization_config = dict(quantization_config)
-    config.dtype = dtype
-    config.architectures = [_class_name(model)]
-    if is_untied:
-        config.tie_word_embeddings = False
-        config.get_text_config().tie_word_embeddings = False
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-def _class_name(model: PreTrainedModel) -> str:
-    return type(model).__name__

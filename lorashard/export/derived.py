@@ -1,6 +1,6 @@
-"""A derived base: what PiSSA and OLoRA leave of a base's weights, made once and kept as a checkpoint of its own.
+"""A derived base: what PiSSA and OLoRA leave of a base's weights (the residual), made once and kept as a checkpoint.
 
-PEFT itself computes it, on placeholders: it reads a weight and writes what is left of it, one after another.
+PEFT itself computes it, on placeholders: it reads one weight after another and writes its residual.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from transformers import PreTrainedModel
 
-from ..config.initialization import explain_rewriting, without_rewriting
+from ..config.initialization import check_initialization, without_rewriting
 from ..engine import Placeholder
 from ..errors import CheckpointError, ConfigError
 from ..model.adapters import check_coverage, inject
-from ..model.loading import put_placeholders
 from ..model.refusals import check_config, check_frozen
+from ..model.skeleton import put_placeholders
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
-from ..runtime.disk import describe_fault, show_bytes, sync
+from ..runtime.disk import describe_fault, show_bytes
 from ..runtime.progress import Progress, told_progress
 from ..weights.build_once import make_once
 from ..weights.conversion import Group
@@ -42,7 +42,7 @@ from ..weights.weights import BaseWeights
 from .base_plan import copy_stored, plan_base
 from .base_values import describe
 from .companions import write_companions
-from .spelling import OriginalSpelling
+from .stored_layout import OriginalLayout
 from .targets import to_base_name
 from .writing import TensorWriter, plan_files
 
@@ -55,11 +55,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DerivedBase:
-    """A base that an adapter's initialization has left.
+    """The residual base of an adapter's initialization.
 
     Attributes:
         lora: the adapter's config, with an initialization that leaves the base alone.
-        initial_adapter: the folder of the adapter as it is at first.
+        initial_adapter: the folder of the adapter before training.
     """
 
     folder: Path
@@ -83,13 +83,14 @@ def derive(
 ) -> DerivedBase:
     """Return the derived base of a new adapter, made if it is not there yet.
 
-    With the same random state its weights and the adapter's equal those of `get_peft_model` on the whole base on the
-    same device.
+    With the same random state its weights and the adapter's equal those of `get_peft_model` on the unsharded base on
+    the same device.
 
     Args:
         device: where to compute.
         dtype: of the model, and of the derived base's files.
-        progress: told on the rank that makes it how many weights are rewritten, of how many; by default the person is.
+        progress: called on the rank that makes it with how many weights are rewritten, of how many; by default a bar
+            is shown.
 
     Raises:
         ConfigError: the initialization cannot be had on these modules, or on a base that is stored quantized.
@@ -114,26 +115,27 @@ def derive(
     made = DerivedBase(folder, without_rewriting(lora))
     if len(set(dist.gather_objects(hash_file(made.initial_adapter / ADAPTER_NAME)))) > 1:
         raise CheckpointError(
-            f"the machines have made different bases in {folder}: set HF_HOME to a folder that they share, or copy "
-            "that of one machine to the others"
+            "the machines have made different derived bases",
+            where=folder,
+            fix="set HF_HOME to a folder that they share, or copy the folder of one machine to the others",
         )
     if dist.get_rank() == 0:
         _logger.warning(
             "init_lora_weights: '%s' trains on a base that is derived from %s: %s (%s, %s). The adapter belongs to "
-            "that base: keep the folder. `lorashard merge` makes one model of both; an adapter for the original base "
-            "is what save_pretrained(path_initial_model_for_weight_conversion=%r) saves",
+            "that base: keep the folder. `lorashard merge` makes one model of both; "
+            "save_pretrained(path_initial_model_for_weight_conversion=%r) saves an adapter for the original base",
             lora.init_lora_weights,
             model_name_or_path,
             folder,
             show_bytes(sum(file.stat().st_size for file in folder.iterdir())),
-            "which was there" if was_there else "made now",
+            "found there" if was_there else "made now",
             str(made.initial_adapter),
         )
     return made
 
 
 class _Derivation:
-    """One derived base: what is known of it before a number is read, and its making."""
+    """One derived base: what is known of it before any weight is read, and how it is made."""
 
     def __init__(
         self,
@@ -146,9 +148,7 @@ class _Derivation:
         num_labels: int | None,
         progress: Progress | None,
     ) -> None:
-        refusal = explain_rewriting(lora.init_lora_weights, is_new=True)
-        if refusal is not None:
-            raise ConfigError(refusal)
+        check_initialization(lora.init_lora_weights, is_new=True)
         check_config(without_rewriting(lora))
         self._lora, self._dtype, self._progress = lora, dtype, progress
         self._base = resolve_folder(model_name_or_path, revision, progress=progress)
@@ -161,9 +161,12 @@ class _Derivation:
         self._skeleton, self.weights = plan(self._base, checkpoint)
         if self.weights.stored_format is not None:
             raise ConfigError(
-                f"init_lora_weights: '{lora.init_lora_weights}' decomposes the weights themselves, and those in "
-                f"{self._base} are stored in {self.weights.stored_format.description}: give the unquantized model; "
-                "what is left of it can be quantized while it is read"
+                f"'{lora.init_lora_weights}' decomposes the base's own weights",
+                where=self._base,
+                option="init_lora_weights",
+                expected="an unquantized base",
+                found=f"weights that are stored in {self.weights.stored_format.description}",
+                fix="give the unquantized model; its residual can be quantized while it is read",
             )
         with torch.random.fork_rng(devices=[]):
             probe = inject(plan(self._base, checkpoint)[0], without_rewriting(lora), low_cpu_mem_usage=True)
@@ -174,19 +177,19 @@ class _Derivation:
         self._scalings = {name: layer.scaling["default"] for name, layer in find_rewritten(probe).items()}
         for name in self._scalings:
             if name in self._ties or isinstance(self.weights.stored_as(name), Group | None):
-                reason = (
-                    f"is one with {' and '.join(self._ties[name])}" if name in self._ties else "is made from others"
-                )
+                tied = self._ties.get(name)
                 raise ConfigError(
-                    f"init_lora_weights: '{lora.init_lora_weights}' cannot rewrite {name} alone, which {reason}: leave "
-                    "it out of target_modules"
+                    f"'{lora.init_lora_weights}' cannot rewrite a weight that is not stored by itself",
+                    option="init_lora_weights",
+                    found=f"{name}, which is {'tied: ' + ' and '.join(tied) if tied else 'converted from others'}",
+                    fix="leave it out of target_modules",
                 )
         self._form = {n: [*p.shape] for n, p in probe.named_parameters() if p.requires_grad}
-        self._files = OriginalSpelling(self._skeleton, self.weights, (), {})
-        self._file_plan = plan_files(self._files.tensors, _MAX_FILE_SIZE)
+        self._layout = OriginalLayout(self._skeleton, self.weights, (), {})
+        self._file_plan = plan_files(self._layout.tensors, _MAX_FILE_SIZE)
 
     def name(self, identity: BaseIdentity, state: torch.Tensor) -> str:
-        """Return a name that is made of all that the weights are made of."""
+        """Return a hash of all that the weights depend on."""
         is_random = "niter" in str(self._lora.init_lora_weights) or bool(self.weights.missing)
         made_of = {
             "recipe": _RECIPE_VERSION,
@@ -201,59 +204,61 @@ class _Derivation:
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
 
     def make(self, folder: Path, origin: Origin, state: torch.Tensor, device: torch.device) -> None:
-        """Write the folder if it is not there, whole or not at all."""
+        """Write the folder if it is not there, atomically."""
         try:
             make_once(folder, partial(self._check_room, folder), partial(self._fill, folder, origin, state, device))
         except OSError as error:
             raise CheckpointError(
-                f"the derived base could not be written ({describe_fault(error, folder.parent)}): make room, or set "
-                "HF_HOME to a folder that you may write to; nothing of it is left"
+                f"the derived base could not be written ({describe_fault(error, folder.parent)}), and nothing of it is "
+                "left",
+                where=folder,
+                fix="make room, or set HF_HOME to a folder that you may write to",
             ) from error
 
     def _check_room(self, folder: Path, free_bytes: int) -> None:
         if free_bytes < self._file_plan.total_bytes:
             raise CheckpointError(
-                f"init_lora_weights: '{self._lora.init_lora_weights}' has to keep a copy of the base of "
-                f"{show_bytes(self._file_plan.total_bytes)} in {folder.parent}, where {show_bytes(free_bytes)} are "
-                "free: make room, set HF_HOME to a folder with more, or choose another initialization"
+                f"'{self._lora.init_lora_weights}' keeps a rewritten copy of the base",
+                where=folder.parent,
+                option="init_lora_weights",
+                expected=f"{show_bytes(self._file_plan.total_bytes)} of free space",
+                found=show_bytes(free_bytes),
+                fix="make room, set HF_HOME to a folder with more, or choose another initialization",
             )
         _logger.warning("deriving %s of base once, into %s", show_bytes(self._file_plan.total_bytes), folder)
 
     def _fill(self, folder: Path, origin: Origin, state: torch.Tensor, device: torch.device, out: Path) -> None:
-        """Write what is to be in `folder` into `out`."""
-        with TensorWriter(out, self._file_plan) as writer:
-            writer.create()
-            self._copy(writer)
-            model = self._rewrite(folder, writer, state, device)
-            writer.flush()
+        """Write to `out` what will be in `folder`."""
+        writer = TensorWriter(out, self._file_plan)
+        writer.create()
+        self._copy(writer)
+        model = self._rewrite(folder, writer, state, device)
         model.save_pretrained(str(out / INITIAL_ADAPTER_NAME), save_embedding_layers=False)
         origin.write(out)
         write_companions(out, self._skeleton, self._dtype, False, self._base, None)
-        with Checkpoint.open(out) as made:  # every tensor finds its place again, or there is no folder
+        with Checkpoint.open(out) as made:  # every tensor finds its place again, or nothing is published
             self._plan(out, made)
-        for file in (*out.rglob("*"), out):
-            sync(file)
 
     def _copy(self, writer: TensorWriter) -> None:
-        """Write what the initialization leaves as it is, and first what it does not: that is written again."""
+        """Write all tensors that the initialization does not rewrite."""
         for name in self.weights.names:
-            if name not in self._scalings and self._files.batches([name]):
-                for key, begin, value in self._files.spell({name: self.weights.read(name)}):
+            if name not in self._scalings and self._layout.batches([name]):
+                for key, begin, value in self._layout.store({name: self.weights.read(name)}):
                     writer.write(key, begin, value)
-        for key in self._files.copied:
+        for key in self._layout.copied:
             copy_stored(self.weights, self.weights.stored[key], writer)
 
     def _rewrite(self, folder: Path, writer: TensorWriter, state: torch.Tensor, device: torch.device) -> PeftModel:
-        """Let PEFT make the adapter, and write what it leaves of each weight."""
+        """Let PEFT make the adapter, and write the residual of each weight."""
         num_done = 0
         last: Placeholder | None = None
 
         def write(weight: Placeholder, value: torch.Tensor) -> None:
             nonlocal num_done, last
-            for key, begin, piece in self._files.spell({weight.full_name: value}):
+            for key, begin, piece in self._layout.store({weight.full_name: value}):
                 writer.write(key, begin, piece)
             if last is not None:
-                last.reader = None  # its numbers are in the file, and nobody asks for them again
+                last.reader = None  # its values are in the file, and nobody reads them again
             weight.reader, last = lambda: value, weight
             num_done += 1
             tell(num_done, len(self._scalings), "units")
@@ -273,13 +278,19 @@ class _Derivation:
             with told_progress("deriving the base", given=self._progress) as tell:
                 model = inject(skeleton, copy.copy(self._lora))
         if num_done != len(self._scalings):
-            raise CheckpointError(f"PEFT has rewritten {num_done} weights, expected {len(self._scalings)}")
+            raise CheckpointError(
+                "PEFT has not rewritten every weight",
+                option="init_lora_weights",
+                expected=f"{len(self._scalings)} weights",
+                found=num_done,
+                fix="use the version of PEFT that lorashard was tested with",
+            )
         model.peft_config["default"].init_lora_weights = True
         return model
 
 
 class _Rewritable(Placeholder):
-    """A weight that PEFT may assign to: the numbers go to whoever keeps them."""
+    """A weight that PEFT may assign to: the values are handed to a function."""
 
     _write: Callable[[Placeholder, torch.Tensor], None]
 
@@ -318,24 +329,38 @@ def check_derivable(model: PeftModel, lora: LoraConfig) -> None:
     Raises:
         ConfigError: naming the option or the module.
     """
-    init = f"init_lora_weights: '{lora.init_lora_weights}'"
+    init = f"'{lora.init_lora_weights}'"
     for option in ("layer_replication", "target_parameters"):
         if getattr(lora, option, None):
-            raise ConfigError(f"{option}: {init} rewrites linear modules with a weight of their own: leave one out")
+            raise ConfigError(
+                f"init_lora_weights {init} rewrites linear modules with a weight of their own",
+                option=option,
+                fix="leave one of the two out",
+            )
     for name, layer in find_rewritten(model).items():
         weight = getattr(layer.get_base_layer(), "weight", None)
         variant = layer.lora_variant.get("default")
         if type(layer) is not Linear or weight is None or weight.dim() != 2:
             raise ConfigError(
-                f"{init} is for linear layers, and PEFT puts a {type(layer).__name__} on "
-                f"{name.removesuffix('.weight')} ({type(layer.get_base_layer()).__name__}): leave it out of "
-                "target_modules"
+                option="init_lora_weights",
+                expected=f"linear layers for {init}",
+                found=f"a {type(layer).__name__} on {name.removesuffix('.weight')} "
+                f"({type(layer.get_base_layer()).__name__})",
+                fix="leave it out of target_modules",
             )
         if variant is not None and not isinstance(variant, DoraLinearVariant):
-            raise ConfigError(f"{init} was not tried with {type(variant).__name__}: leave that option out")
+            raise ConfigError(
+                f"{init} was not tried with this variant of LoRA",
+                option="init_lora_weights",
+                found=type(variant).__name__,
+                fix="leave the variant's option out",
+            )
         if layer.r["default"] > min(weight.shape):
             raise ConfigError(
-                f"{init} needs a rank of at most {min(weight.shape)} for {name}, found {layer.r['default']}"
+                option="r",
+                expected=f"at most {min(weight.shape)} for {init} of {name}",
+                found=layer.r["default"],
+                fix="lower r, or leave the module out of target_modules",
             )
 
 

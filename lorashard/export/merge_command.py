@@ -1,4 +1,4 @@
-"""`lorashard merge`: merge on every rank, then upload if asked."""
+"""`lorashard merge`: merge on every rank, then upload if asked to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .staging import check_target
 
 
 def merge(options: MergeOptions) -> None:
-    """Merge, and say where the model is.
+    """Merge, and print where the model is.
 
     Raises:
         UserError: as for `api.merge`; or the hub does not take the model, which is then still in its folder.
@@ -70,6 +70,9 @@ def _explained_upload(repo_id: str) -> Iterator[None]:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"the hub does not take {repo_id} ({' '.join(str(error).split())}): expected an id of yours, org/name, and "
-            "a token that may write: log in with `hf auth login` or set HF_TOKEN"
+            f"the upload failed ({' '.join(str(error).split())})",
+            option="push_to_hub",
+            expected="an id of yours, org/name, and a token that may write",
+            found=repo_id,
+            fix="log in with `hf auth login` or set HF_TOKEN",
         ) from error

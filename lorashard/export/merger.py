@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ..config.quantization_options import Quantization
-from ..engine import Engine
-from ..errors import ConfigError
 from ..model.adapters import base_test, inject
-from ..model.loading import put_placeholders
 from ..model.refusals import check_config
 from ..model.saved import count_labels, read_config, restore
-from ..model.sharding import BASE_ATTRIBUTE, ENGINE_ATTRIBUTE, LoadedBase
+from ..model.skeleton import put_placeholders
 from ..model.units import find_units
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
 from ..weights.safetensors_files import Checkpoint
-from ..weights.stored_formats import settle_quantization
-from ..weights.weights import BaseWeights
-from .base_plan import copy_stored, find_dropped_keys, find_dtype, find_held, find_held_names, plan_base
-from .base_values import BaseTensors, EngineValues, FileValues, MergeUnit, Read, Values, describe, own_unit
+from .base_plan import copy_stored, find_dropped_keys, find_dtype, find_held, plan_base
+from .base_values import BaseTensors, BaseValues, describe
 from .companions import write_companions
-from .quantized_base import QuantizedBase, find_tied_quantizers
-from .requantized import QuantizedSpelling, Requantized, find_requantized
-from .spelling import ModelSpelling, OriginalSpelling, Spelling
+from .quantized_base import find_quantized
+from .requantized import QuantizedLayout, Requantized, find_requantized
 from .staging import check_target, publish
+from .stored_layout import OriginalLayout
 from .targets import find_targets, find_tuner, merge_target, named_base_tensors, to_base_name
 from .writing import TensorWriter, plan_files
 
-# How far apart two results of one weight may be for rounding alone, relative to the largest of their numbers.
+# How far apart two results of one weight may be for rounding alone, relative to the largest of their values.
 _ROUNDING = 1e-2
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +49,7 @@ class MergeReport:
         num_files: files that hold weights.
         num_bytes: bytes of these files.
         is_untied: the embedding and the LM head are two weights where the base's were one.
-        num_dequantized: tensors of the model that have the numbers of the quantized base, not those of its files.
+        num_dequantized: tensors of the model that have the values of the quantized base, not those of its files.
     """
 
     out: Path
@@ -66,6 +60,14 @@ class MergeReport:
     num_bytes: int
     is_untied: bool
     num_dequantized: int = 0
+
+
+@dataclass
+class _MergeUnit:
+    """What one rank merges and writes at a time: tensors of the model by name, and stored keys to copy."""
+
+    names: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
 
 
 def merge_checkpoint(
@@ -97,7 +99,7 @@ def merge_checkpoint(
         quantization: what the base is quantized to before it is dequantized, and merged.
         quantized_dtype: what it has before that and is dequantized to; None takes `dtype`.
         requantize: what the merged weights are quantized to; bitsandbytes' formats alone.
-        advance: told how many units of how many are merged, now and then.
+        advance: called with how many units of how many are merged.
 
     Raises:
         ConfigError: PEFT cannot merge the adapter, or `out` holds something.
@@ -111,7 +113,7 @@ def merge_checkpoint(
     config = read_config(adapter)
     check_config(config)
     config.inference_mode = False  # its biases, if it trains some, are tensors of the adapter
-    dtype_is_given = dtype is not None
+    cast = dtype
     with Checkpoint.open(base_folder) as checkpoint:
         dtype = dtype or find_dtype(base_folder, checkpoint, trust_remote_code)
         plan = partial(
@@ -124,99 +126,23 @@ def merge_checkpoint(
         skeleton, weights = plan(base_folder, checkpoint)
         base = describe(skeleton)
         put_placeholders(skeleton, weights, device)
-        quantized = _find_quantized(skeleton, weights, quantization, base, {dtype: quantized_dtype or dtype})
+        quantized = find_quantized(skeleton, weights, quantization, base.ties, {dtype: quantized_dtype or dtype})
         requantized = find_requantized(skeleton, requantize)
         held = find_held(skeleton, base, adapter, config)
         model = inject(skeleton, config)
         find_tuner(model)
         restore(model, adapter)
-        cast = dtype if dtype_is_given else None
-        files = _Files(base_folder, weights, cast, find_dropped_keys(config), plan)
-        merge = _Merge(model.eval(), skeleton, base, dtype, device, held, files, quantized, requantized)
-        return merge.run(out, max_shard_size, adapter, advance)
+        in_model = {name: tensor for name, tensor in named_base_tensors(model.base_model.model) if name in base.tensors}
+        values = BaseValues(weights, held, in_model, device, quantized)
+        merge = _Merge(model.eval(), skeleton, base, values, requantized, find_dropped_keys(config), cast)
 
+        def complete(folder: Path, is_untied: bool) -> None:
+            stored_as = requantized.config(dtype) if requantized is not None else None
+            write_companions(folder, skeleton, dtype, is_untied, base_folder, adapter, stored_as)
+            with Checkpoint.open(folder) as made:  # every tensor finds its place again, or nothing is published
+                plan(folder, made)
 
-def merge_live(
-    model: PeftModel,
-    out: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    trust_remote_code: bool = False,
-    is_dequantized: bool = True,
-    requantize: Quantization | None = None,
-) -> MergeReport:
-    """Write a sharded model's base with its active adapter merged into it; the model itself stays as it is.
-
-    Args:
-        model: from `lorashard.load` or `load_adapter`, whose base is read from its files again, or from
-            `lorashard.shard`, whose units are gathered one after another.
-        dtype: None takes the model's.
-        is_dequantized: of a quantized base, merge into its dequantized weights and not into those of its files.
-        requantize: as for `merge_checkpoint`.
-
-    Raises:
-        ConfigError: PEFT cannot merge the adapter, `out` holds something, `model` is not sharded, or its original
-            weights are asked for and in no file.
-        CheckpointError: files are missing or damaged, or writing failed.
-
-    Ranks: collective over all ranks, which share the work.
-    Memory: as for `merge_checkpoint`; after `lorashard.shard` a whole unit and what PEFT's merge of a module takes.
-    """
-    if ENGINE_ATTRIBUTE not in model.__dict__:
-        raise ConfigError(
-            f"expected a {type(model).__name__} from lorashard.load, load_adapter or shard, found another: PEFT's own "
-            "merge_and_unload merges a model that is whole in memory"
-        )
-    raise_on_all_ranks(lambda: check_target(out), on_rank=0)
-    config = model.active_peft_config
-    live = model.get_base_model()
-    engine: Engine = model.__dict__[ENGINE_ATTRIBUTE]
-    loaded: LoadedBase | None = model.__dict__.get(BASE_ATTRIBUTE)
-    device = live.device
-    dtype = dtype or live.dtype
-    keys = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-    quantization = loaded.quantization if loaded is not None and is_dequantized else None
-    if loaded is None:
-        if not is_dequantized and any(w.packing is not None for unit in engine.units for w in unit.weights):
-            raise ConfigError(
-                "quantization: none: this base was quantized in memory by lorashard.shard, and its original weights "
-                "are gone; leave quantization out, to merge into the dequantized weights"
-            )
-        with init_empty_weights(include_buffers=False):
-            skeleton = type(live)._from_config(live.config, dtype=dtype)
-        skeleton.tie_weights()
-        conversions = getattr(live, "_weight_conversions", None)
-        if conversions is not None:
-            skeleton._weight_conversions = conversions
-        if live.can_generate():
-            skeleton.generation_config = live.generation_config
-        base = describe(skeleton)
-        held = find_held_names(keys, base, config)
-        quantized, requantized = QuantizedBase(), find_requantized(skeleton, requantize)
-        merge = _Merge(model, skeleton, base, dtype, device, held, None, quantized, requantized, engine)
-        return merge.run(out, max_shard_size, None)
-    with Checkpoint.open(loaded.folder) as checkpoint:
-        plan = partial(plan_base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
-        skeleton, weights = plan(loaded.folder, checkpoint)
-        base = describe(skeleton)
-        files = _Files(loaded.folder, weights, None, find_dropped_keys(config), plan)
-        held = find_held_names(keys, base, config)
-        quantized = _find_quantized(skeleton, weights, quantization, base, {dtype: live.dtype})
-        requantized = find_requantized(skeleton, requantize)
-        merge = _Merge(model, skeleton, base, dtype, device, held, files, quantized, requantized, engine)
-        return merge.run(out, max_shard_size, None)
-
-
-@dataclass
-class _Files:
-    """The files of a base, and what becomes of tensors in them that the model does not read."""
-
-    folder: Path
-    weights: BaseWeights
-    cast: torch.dtype | None
-    dropped: Sequence[str]
-    plan: Callable[[Path, Checkpoint], object]
+        return merge.run(out, dtype, max_shard_size, complete, advance)
 
 
 class _Merge:
@@ -227,74 +153,58 @@ class _Merge:
         model: PeftModel,
         skeleton: PreTrainedModel,
         base: BaseTensors,
-        dtype: torch.dtype,
-        device: torch.device,
-        held: set[str],
-        files: _Files | None,
-        quantized: QuantizedBase,
+        values: BaseValues,
         requantized: Requantized | None,
-        engine: Engine | None = None,
+        dropped_keys: Sequence[str],
+        cast: torch.dtype | None,
     ) -> None:
-        self._quantized, self._requantized = quantized, requantized
-        self._model, self._skeleton, self._base, self._dtype, self._files = model, skeleton, base, dtype, files
+        self._model, self._skeleton, self._base, self._values = model, skeleton, base, values
+        self._weights, self._requantized = values.weights, requantized
+        self._dropped_keys, self._cast = dropped_keys, cast
         self._targets = find_targets(model, base.tensors)
         self._target_of = {name: target for target in self._targets for name in target.made}
-        self._changed = held | self._target_of.keys()
-        in_model = {name: tensor for name, tensor in named_base_tensors(model.base_model.model) if name in base.tensors}
-        self._values: Values
-        if files is not None:
-            self._values = FileValues(files.weights, held, in_model, device, quantized)
-        else:
-            assert engine is not None
-            self._values = EngineValues(engine, in_model, base, device)
-        self._dequantized = quantized.quantizers.keys() | (
-            set(filter(files.weights.is_made, files.weights.names)) if files else set()
-        )
+        self._changed = values.held | self._target_of.keys()
+        stored_quantized = {name for name in self._weights.names if self._weights.is_made(name)}
+        self._dequantized = values.quantized.quantizers.keys() | stored_quantized
+        self._same: dict[str, str] = {}  # whose value a tied name has
         self._units = self._plan_units()
 
     def run(
         self,
         out: Path,
+        dtype: torch.dtype,
         max_shard_size: int | str,
-        tokenizer_folder: Path | None,
+        complete: Callable[[Path, bool], None],
         advance: Callable[[int, int], None] | None = None,
     ) -> MergeReport:
-        """Merge, write, and publish the folder."""
-        same, untied = self._settle_ties()
-        spelling = self._spell(untied)
-        plan = plan_files(spelling.tensors, max_shard_size)
-        units = [unit for unit in self._units if spelling.batches(unit.names)]
-        units += [MergeUnit(copied=part) for part in _deal(spelling.copied) if part]
-        if untied and dist.get_rank() == 0:
-            _logger.warning(
-                "the adapter changes %s apart, which are one weight in the base: the merged model has both, and "
-                "tie_word_embeddings: false",
-                " and ".join(untied),
-            )
-        if self._dequantized and dist.get_rank() == 0:
-            formats = {quantizer.name for quantizer in self._quantized.quantizers.values()}
-            original = "; quantization: none merges into the original weights"
-            _logger.warning(
-                "merging into the dequantized base: %d weights, with an adapter or not, are written as the "
-                "numbers that their quantized form stands for%s",
-                len(self._dequantized),
-                f", quantized to {' and '.join(formats)}{original}" if formats else "",
-            )
-        with publish(out, plan.total_bytes) as folder, TensorWriter(folder, plan) as writer:
-            raise_on_all_ranks(lambda: writer.create(), on_rank=0)
-            num_ranks = dist.get_world_size()
+        """Merge, write, and publish the folder.
+
+        Args:
+            complete: writes what else the folder holds, and checks it; called with whether tied weights are two now.
+        """
+        untied = self._settle_ties()
+        layout = self._plan_layout(untied)
+        plan = plan_files(layout.tensors, max_shard_size)
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        units = [unit for unit in self._units if layout.batches(unit.names)]
+        copied = [layout.copied[number::num_ranks] for number in range(num_ranks)]
+        units += [_MergeUnit(copied=keys) for keys in copied if keys]
+        if rank == 0:
+            self._warn(untied)
+        with publish(out, plan.total_bytes) as folder:
+            writer = TensorWriter(folder, plan)
+            raise_on_all_ranks(writer.create, on_rank=0)
             for begin in range(0, len(units), num_ranks):
-                batch = units[begin : begin + num_ranks]
-                with self._values.open(batch) as read:
-                    raise_on_all_ranks(lambda: self._write(own_unit(batch), read, spelling, writer, same))  # noqa: B023
+                own = units[begin : begin + num_ranks][rank : rank + 1]
+                raise_on_all_ranks(lambda: self._write(own, layout, writer))  # noqa: B023
                 if advance is not None:
-                    advance(begin + len(batch), len(units))
+                    advance(min(begin + num_ranks, len(units)), len(units))
             raise_on_all_ranks(writer.flush)
-            raise_on_all_ranks(lambda: self._complete(folder, bool(untied), tokenizer_folder), on_rank=0)
+            raise_on_all_ranks(lambda: complete(folder, bool(untied)), on_rank=0)
         return MergeReport(
             out,
-            self._dtype,
-            len(spelling.tensors),
+            dtype,
+            len(layout.tensors),
             len(self._changed),
             len(plan.headers),
             plan.total_bytes,
@@ -302,142 +212,107 @@ class _Merge:
             len(self._dequantized),
         )
 
-    def _complete(self, folder: Path, is_untied: bool, tokenizer_folder: Path | None) -> None:
-        base_folder = self._files.folder if self._files else None
-        quantization_config = self._requantized.config(self._dtype) if self._requantized is not None else None
-        write_companions(
-            folder, self._skeleton, self._dtype, is_untied, base_folder, tokenizer_folder, quantization_config
-        )
-        if self._files is not None:
-            with Checkpoint.open(folder) as made:  # every tensor finds its place again, or nothing is published
-                self._files.plan(folder, made)
+    def _warn(self, untied: Sequence[str]) -> None:
+        if untied:
+            _logger.warning(
+                "the adapter changes %s apart, which are one weight in the base: the merged model has both, and "
+                "tie_word_embeddings: false",
+                " and ".join(untied),
+            )
+        if self._dequantized:
+            formats = {quantizer.name for quantizer in self._values.quantized.quantizers.values()}
+            original = "; quantization: none merges into the original weights"
+            _logger.warning(
+                "merging into the dequantized base: %d weights, with an adapter or not, are written as their "
+                "dequantized values%s",
+                len(self._dequantized),
+                f", quantized to {' and '.join(formats)}{original}" if formats else "",
+            )
 
-    def _plan_units(self) -> list[MergeUnit]:
+    def _plan_units(self) -> list[_MergeUnit]:
         paths = {id(module): path for path, module in self._model.named_modules()}
-        units: dict[int, MergeUnit] = {}
+        units: dict[int, _MergeUnit] = {}
         unit_of: dict[str, int] = {}
-        for number, found in enumerate(find_units(self._model, base_test(self._model))):
+        for index, found in enumerate(find_units(self._model, base_test(self._model))):
             for weight in found.weights:
                 for owner in weight.owners:
-                    unit_of[to_base_name(f"{paths[id(owner.module)]}.{owner.attribute}")] = number
+                    unit_of[to_base_name(f"{paths[id(owner.module)]}.{owner.attribute}")] = index
         for target in self._targets:  # a target is merged once, so its tensors stay together
-            numbers = [unit_of[name] for name in target.base if name in unit_of]
-            unit_of |= dict.fromkeys(target.made, numbers[0] if numbers else -1)
+            found_in = [unit_of[name] for name in target.base if name in unit_of]
+            unit_of |= dict.fromkeys(target.made, found_in[0] if found_in else -1)
         for tied in self._base.ties:
             unit_of |= dict.fromkeys(tied, unit_of.get(tied[0], -1))
         ordered = [name for target in self._targets for name in target.made]
         ordered += [name for name in self._base.tensors if name not in self._target_of]
         for name in ordered:
-            units.setdefault(unit_of.get(name, -1), MergeUnit()).names.append(name)
-        return [units[number] for number in sorted(units)]
+            units.setdefault(unit_of.get(name, -1), _MergeUnit()).names.append(name)
+        return [units[index] for index in sorted(units)]
 
-    def _settle_ties(self) -> tuple[dict[str, str], list[str]]:
-        """Return which name's value stands for a tied name, and the names that are one weight no longer.
+    def _settle_ties(self) -> list[str]:
+        """Find whose value tied names have; return the names that are one weight no longer.
 
         Ranks: collective over all ranks.
         """
-        same: dict[str, str] = {}
         untied: list[str] = []
         for names in self._base.ties:
             if not self._changed.intersection(names):
                 continue
-            stored = [name for name in names if self._is_stored(name)] or names
-            unit = next(unit for unit in self._units if names[0] in unit.names)
-            with self._values.open([unit]) as read:
-                is_same = raise_on_all_ranks(lambda: self._are_same(stored[0], names, read), on_rank=0)  # noqa: B023
+            stored = [name for name in names if self._weights.stored_as(name) is not None] or names
+            is_same = raise_on_all_ranks(lambda: self._are_same(stored[0], names), on_rank=0)  # noqa: B023
             if dist.broadcast_object(is_same):
-                same |= dict.fromkeys(names, stored[0])
+                self._same |= dict.fromkeys(names, stored[0])
                 self._changed.update(names)
             else:
                 untied += names
-        return same, untied
+        return untied
 
-    def _is_stored(self, name: str) -> bool:
-        if self._files is not None:
-            return self._files.weights.stored_as(name) is not None
-        return name not in getattr(self._skeleton, "all_tied_weights_keys", {})
-
-    def _are_same(self, kept: str, names: Sequence[str], read: Read) -> bool:
+    def _are_same(self, kept: str, names: Sequence[str]) -> bool:
         is_meant = getattr(self._model.active_peft_config, "ensure_weight_tying", False)
         is_meant = is_meant and self._changed.issuperset(names)
-        first = self._value(kept, read, {})
-        for name in names:
-            value = first if name == kept else self._value(name, read, {})
-            if torch.equal(first, value):
-                continue
-            # The embedding's and the head's product are one and the same, but added up in another order.
-            if not is_meant or (first - value).abs().max() > _ROUNDING * first.abs().max():
-                return False
+        unit = next(unit for unit in self._units if kept in unit.names)
+        with self._weights.unit(unit.names):
+            first = self._value(kept, {})
+            for name in names:
+                value = first if name == kept else self._value(name, {})
+                if torch.equal(first, value):
+                    continue
+                # The embedding's and the head's product are one and the same, but added up in another order.
+                if not is_meant or (first - value).abs().max() > _ROUNDING * first.abs().max():
+                    return False
         return True
 
-    def _spell(self, untied: Sequence[str]) -> Spelling:
-        if self._requantized is None:
-            return self._spell_plain(untied, set())
-        spelling = self._spell_plain(untied, self._requantized.quantizers.keys())
-        return QuantizedSpelling(spelling, self._requantized, self._base.tensors)
-
-    def _spell_plain(self, untied: Sequence[str], requantized: Set[str]) -> Spelling:
-        if self._files is None:
-            is_tied = {name for names in self._base.ties for name in names} - set(untied)
-            ignored = set(self._skeleton._keys_to_ignore_on_save or ())
-            stored = {
-                name: tensor
-                for name, tensor in self._base.tensors.items()
-                if name not in ignored and (name not in is_tied or self._is_stored(name))
-            }
-            return ModelSpelling(self._skeleton, stored, [unit.names for unit in self._units])
-        weights = self._files.weights
-        added = [name for name in self._base.tensors if name not in weights.names]
-        added = [name for name in added if name in self._changed]
+    def _plan_layout(self, untied: Iterable[str]) -> OriginalLayout | QuantizedLayout:
+        weights = self._weights
+        added = [name for name in self._base.tensors if name not in weights.names and name in self._changed]
         added += [name for name in untied if weights.stored_as(name) is None]
-        return OriginalSpelling(
+        requantized = self._requantized.quantizers.keys() if self._requantized is not None else set()
+        layout = OriginalLayout(
             self._skeleton,
             weights,
             self._changed | self._dequantized | requantized,
             {name: self._base.tensors[name] for name in added},
-            self._files.dropped,
-            self._files.cast,
+            self._dropped_keys,
+            self._cast,
         )
+        if self._requantized is None:
+            return layout
+        return QuantizedLayout(layout, self._requantized, self._base.tensors)
 
     def _write(
-        self,
-        unit: MergeUnit | None,
-        read: Read,
-        spelling: Spelling,
-        writer: TensorWriter,
-        same: Mapping[str, str],
+        self, units: Sequence[_MergeUnit], layout: OriginalLayout | QuantizedLayout, writer: TensorWriter
     ) -> None:
-        if unit is None:
-            return
-        merged: dict[str, torch.Tensor] = {}
-        for batch in spelling.batches(unit.names):
-            values = {name: self._value(same.get(name, name), read, merged) for name in batch}
-            for key, begin, value in spelling.spell(values):
-                writer.write(key, begin, value)
-        for key in unit.copied:
-            assert self._files is not None
-            copy_stored(self._files.weights, self._files.weights.stored[key], writer)
+        for unit in units:
+            merged: dict[str, torch.Tensor] = {}
+            with self._weights.unit(unit.names):
+                for batch in layout.batches(unit.names):
+                    values = {name: self._value(self._same.get(name, name), merged) for name in batch}
+                    for key, begin, value in layout.store(values):
+                        writer.write(key, begin, value)
+            for key in unit.copied:
+                copy_stored(self._weights, self._weights.stored[key], writer)
 
-    def _value(self, name: str, read: Read, merged: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _value(self, name: str, merged: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a tensor as it will be in the merged model; what comes with it is kept in `merged`."""
         if name in self._target_of and name not in merged:
-            merged |= merge_target(self._model, self._target_of[name], read)
-        return merged.pop(name) if name in merged else read(name)
-
-
-def _find_quantized(
-    skeleton: PreTrainedModel,
-    weights: BaseWeights,
-    quantization: Quantization | None,
-    base: BaseTensors,
-    dtypes: Mapping[torch.dtype, torch.dtype],
-) -> QuantizedBase:
-    stored = weights.stored_format
-    settled = settle_quantization(stored, quantization, skeleton.config.name_or_path)
-    if stored is not None and stored.quantization is not None:
-        return QuantizedBase()  # its files are quantized, and read dequantized
-    return QuantizedBase(find_tied_quantizers(skeleton, settled, base.ties), dtypes)
-
-
-def _deal(keys: Sequence[str]) -> list[list[str]]:
-    return [list(keys[rank :: dist.get_world_size()]) for rank in range(dist.get_world_size())]
+            merged |= merge_target(self._model, self._target_of[name], self._values.read)
+        return merged.pop(name) if name in merged else self._values.read(name)

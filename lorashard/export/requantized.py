@@ -20,9 +20,9 @@ from ..quantization.nf4 import Nf4
 from ..quantization.nf4_tables import NF4_CODE, make_dynamic_map
 from ..runtime.dtypes import name_of
 from .quantized_base import quantize_weight
-from .spelling import Piece, Spelling
+from .stored_layout import OriginalLayout, StoredValues
 
-# What stands in the files beside numbers and scales, as JSON: padded, since a tensor's size is fixed before its values.
+# What is in the files beside values and scales, as JSON: padded, since a tensor's size is fixed before its values.
 _STATE_BYTES = 512
 
 
@@ -87,69 +87,86 @@ def find_requantized(skeleton: PreTrainedModel, quantization: Quantization | Non
         return None
     if quantization.format == "fp8":
         raise ConfigError(
-            "requantize: expected nf4 or int8, as bitsandbytes stores them, found fp8: transformers loads no fp8 with "
-            "a scale for each row; leave requantize out, or give nf4 or int8"
+            "transformers loads no fp8 with a scale for each row",
+            option="requantize",
+            expected="nf4 or int8, as bitsandbytes stores them",
+            found="fp8",
+            fix="leave requantize out, or give nf4 or int8",
         )
     if quantization.has_vocabulary:
-        raise ConfigError("requantize: transformers quantizes no embedding with bitsandbytes; leave has_vocabulary out")
+        raise ConfigError(
+            "transformers quantizes no embedding with bitsandbytes",
+            option="requantize",
+            found="has_vocabulary",
+            fix="leave has_vocabulary out",
+        )
     quantizers = find_quantizers(skeleton, quantization)
     modules = dict(skeleton.named_modules())
     for name in quantizers:
         owner = modules[name.rpartition(".")[0]]
         if type(owner) is not nn.Linear or not name.endswith(".weight"):
             raise ConfigError(
-                f"requantize: expected linear weights alone, found '{name}' of a {type(owner).__name__}, which "
-                "transformers loads from bitsandbytes' formats in another shape or not at all; leave requantize out"
+                "transformers loads other weights from bitsandbytes' formats in another shape or not at all",
+                option="requantize",
+                expected="linear weights alone",
+                found=f"'{name}' of a {type(owner).__name__}",
+                fix="leave requantize out",
             )
     linears = [path for path, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
     return Requantized(quantization, quantizers, [path for path in linears if f"{path}.weight" not in quantizers])
 
 
-class QuantizedSpelling:
-    """Another spelling, some of whose tensors are stored as what they are quantized to."""
+class QuantizedLayout:
+    """The layout of the base's files, but that some tensors are stored as what they are quantized to.
 
-    def __init__(self, plain: Spelling, requantized: Requantized, tensors: Mapping[str, torch.Tensor]) -> None:
+    Attributes:
+        tensors: as in `OriginalLayout`.
+        copied: as in `OriginalLayout`.
+    """
+
+    def __init__(self, original: OriginalLayout, requantized: Requantized, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plan the stored tensors.
 
         Args:
             tensors: the model's, on the meta device, by name.
 
         Raises:
-            ConfigError: a weight is no stored tensor of its own.
+            ConfigError: a weight is not stored as a tensor of its own.
         """
-        self._plain = plain
+        self._original = original
         self._metas: dict[str, torch.Tensor] = {}
         self._formats: dict[str, Quantizer] = {}
         for name, quantizer in requantized.quantizers.items():
-            key = plain.key_of(name)
+            key = original.key_of(name)
             if key is None or not key.endswith(".weight"):
                 raise ConfigError(
-                    f"requantize: '{name}' is not stored by itself in this model's files, as bitsandbytes wants it; "
-                    "leave requantize out"
+                    f"'{name}' is not stored by itself in this model's files, as bitsandbytes needs it",
+                    option="requantize",
+                    fix="leave requantize out",
                 )
             self._metas[key], self._formats[key] = tensors[name], quantizer
-        self.copied = plain.copied
+        self.copied = original.copied
         self.tensors: dict[str, torch.Tensor] = {}
-        for key, tensor in plain.tensors.items():
+        for key, tensor in original.tensors.items():
             if key in self._formats:
                 self.tensors |= _describe(key, self._formats[key], self._metas[key])
             else:
                 self.tensors[key] = tensor
 
-    def key_of(self, name: str) -> str | None:
-        return self._plain.key_of(name)
-
     def batches(self, names: Sequence[str]) -> list[list[str]]:
-        return self._plain.batches(names)
+        """Return what `OriginalLayout.batches` does."""
+        return self._original.batches(names)
 
-    def spell(self, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-        for key, begin, value in self._plain.spell(values):
+    def store(self, values: Mapping[str, torch.Tensor]) -> Iterator[StoredValues]:
+        """Yield what the values of one batch fill."""
+        for key, begin, value in self._original.store(values):
             if key not in self._formats:
                 yield key, begin, value
                 continue
-            meta = self._metas[key]
-            made = _store(key, self._formats[key], value.to(meta.dtype).reshape(meta.shape))
-            yield from ((stored_key, 0, tensor) for stored_key, tensor in made.items())
+            meta, quantizer = self._metas[key], self._formats[key]
+            value = value.to(meta.dtype).reshape(meta.shape)
+            for stored_key, tensor in _name(key, quantizer, value, quantize_weight(quantizer, value)).items():
+                yield stored_key, 0, tensor
 
 
 def _describe(key: str, quantizer: Quantizer, meta: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -158,10 +175,6 @@ def _describe(key: str, quantizer: Quantizer, meta: torch.Tensor) -> dict[str, t
     return {
         name: torch.empty_like(tensor, device="meta") for name, tensor in _name(key, quantizer, meta, parts).items()
     }
-
-
-def _store(key: str, quantizer: Quantizer, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    return _name(key, quantizer, values, quantize_weight(quantizer, values))
 
 
 def _name(

@@ -1,4 +1,4 @@
-"""Save the adapter, read it back, and make sure that what was read is what was trained."""
+"""Save the trained adapter, read it back, and compare what was read with what was trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..model.adapter_files import find_foreign_keys, find_lora_b, find_not_finite
 from ..model.sharding import engine_of
 from ..runs.checkpoints import find_newest
-from ..runtime.disk import describe_fault, find_fault
+from ..runtime.disk import describe_fault, find_fault, sync
 
 _CHECK_NAME = "read_back"
 _CONFIG_NAME = "adapter_config.json"
@@ -26,9 +26,8 @@ _PARTIAL_NAME = ".adapter.partial"
 def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a plain PEFT folder of the trained adapter, with the tokenizer beside it.
 
-    All of it is on the disk before any of it is in `folder`, where the adapter's config comes last: without that, a
-    folder is no adapter's. TRL's copy of the adapter as it was at first, its reference, is of no use to anybody
-    afterward.
+    All of it is on the disk before any of it is in `folder`, where the adapter's config comes last: a folder without
+    it is no adapter's. TRL's reference, a copy of the adapter as it was at first, is not saved.
 
     Raises:
         CheckpointError: the disk does not take it.
@@ -43,9 +42,7 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
         tokenizer.save_pretrained(str(partial))
         written = sorted(partial.iterdir(), key=lambda path: path.name == _CONFIG_NAME)
         for path in partial.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file)
+            sync(path)
         for path in written:
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)
@@ -54,8 +51,9 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
         if find_fault(error) is None:
             raise
         raise CheckpointError(
-            f"the trained adapter was not written to {folder} ({describe_fault(error, folder)}): make room and go on "
-            f"with --resume_from_checkpoint auto, which {_describe_newest(folder)}"
+            f"the trained adapter could not be written ({describe_fault(error, folder)})",
+            where=folder,
+            fix=f"make room and resume with --resume_from_checkpoint auto, which {_describe_newest(folder)}",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -64,21 +62,21 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
 def _describe_newest(folder: Path) -> str:
     newest = find_newest(folder)
     if newest is None:
-        return "begins anew, as there is no complete checkpoint"
-    return f"goes on from {newest.name}, the newest complete one"
+        return "starts from step 0, as there is no complete checkpoint"
+    return f"resumes from {newest.name}, the newest complete one"
 
 
 def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> str:
-    """Compare the adapter in `folder` with the one in `model`; return in a line what was found equal.
+    """Compare the adapter in `folder` with the one in `model`; return a line about what is equal.
 
     The tensors are compared bit for bit; then PEFT's own loader puts the files on the same sharded base as a second
     adapter, and both give logits for `input_ids`.
 
     Args:
-        input_ids: [rows, tokens], on the model's device; the same on all ranks.
+        input_ids: [batch, tokens], on the model's device; the same on all ranks.
 
     Raises:
-        CheckpointError: the files differ from the model, carry a wrapper's prefix, or the adapter has learned nothing.
+        CheckpointError: the files differ from the model or have a wrapper's prefix, or the adapter has learned nothing.
 
     Ranks: collective over all ranks where the base is sharded.
     Memory: a second adapter, for a moment.
@@ -89,32 +87,47 @@ def check_adapter(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> st
     for name in saved.keys() | trained.keys():
         if name not in saved or name not in trained or not torch.equal(saved[name], trained[name].cpu()):
             raise CheckpointError(
-                f"{folder}: expected the trained value of '{name}', found another or none; save again"
+                where=folder, expected=f"the trained value of '{name}'", found="another or none", fix="save again"
             )
     if getattr(model.active_peft_config, "bias", "none") != "none":
         return f"{len(saved)} tensors equal the trained ones (logits not compared: PEFT loads one adapter with biases)"
     difference = _compare_logits(model, folder, input_ids)
     if difference is None:
-        return f"{len(saved)} tensors equal the trained ones (logits not compared: none is finite on the first row)"
+        return f"{len(saved)} tensors equal the trained ones (logits not compared: none is finite on the first example)"
     if not difference <= 1e-3:
         raise CheckpointError(
-            f"{folder}: the adapter as PEFT loads it gives other logits than in training: expected a relative "
-            f"difference up to 0.001, found {difference:.3g}"
+            "the adapter as PEFT loads it gives other logits than in training",
+            where=folder,
+            expected="a relative difference up to 0.001",
+            found=f"{difference:.3g}",
+            fix="report this as a bug of lorashard",
         )
     return f"{len(saved)} tensors and the logits equal the trained ones (relative difference {difference:.1g})"
 
 
 def _check_keys(saved: dict[str, torch.Tensor], folder: Path) -> None:
     for name in find_not_finite(saved):
-        raise CheckpointError(f"{folder}: '{name}' holds NaN or infinity: the training has diverged")
+        raise CheckpointError(
+            "the training has diverged",
+            where=folder,
+            expected="finite values",
+            found=f"NaN or infinity in '{name}'",
+            fix="lower the learning rate, and resume from a checkpoint before it diverged",
+        )
     for name in find_foreign_keys(saved):
-        raise CheckpointError(f"{folder}: expected keys that begin with 'base_model.model.', found '{name}'")
+        raise CheckpointError(
+            where=folder,
+            expected="keys that begin with 'base_model.model.' and have no wrapper's prefix",
+            found=f"'{name}'",
+            fix="report this as a bug of lorashard",
+        )
     lora_b = find_lora_b(saved)
     if lora_b and not any(tensor.any() for tensor in lora_b.values()):
         raise CheckpointError(
-            f"{folder}: the adapter has learned nothing: lora_B is zero in all of its {len(lora_b)} layers; look at "
-            "the learning rate, its warm-up, and whether any token is supervised; in grpo, whether the rewards of the "
-            "answers to a prompt differ"
+            f"the adapter has learned nothing: lora_B is zero in all of its {len(lora_b)} layers",
+            where=folder,
+            fix="check the learning rate, its warm-up, and whether any token is supervised; in grpo, whether the "
+            "rewards of the answers to a prompt differ",
         )
 
 
@@ -138,7 +151,7 @@ def _compare_logits(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> 
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
         model.train(was_training)
-    is_finite = trained.isfinite()  # the base itself may overflow on a row of the data
+    is_finite = trained.isfinite()  # the base itself may overflow on an example
     if not is_finite.any():
         return None
     if not torch.equal(is_finite, loaded.isfinite()):

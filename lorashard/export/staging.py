@@ -1,22 +1,19 @@
-"""A folder that several ranks write: it appears under its name when all of it is there, or not at all."""
+"""The folder of a merged model, which several ranks write: complete under its name, or not there at all."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from ..errors import CheckpointError, ConfigError
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
-from ..runtime.disk import describe_fault, show_bytes, sync
+from ..runtime.atomic_folder import name_partial, publish_folder, remove_abandoned
+from ..runtime.disk import describe_fault, show_bytes
 
 
 def check_target(out: Path) -> None:
@@ -26,32 +23,29 @@ def check_target(out: Path) -> None:
         ConfigError: `out` is a file or a folder that is not empty.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder: give another target, or remove it first")
+        raise ConfigError(
+            where=out,
+            expected="a folder that does not exist or is empty",
+            found="a folder that holds something" if out.is_dir() else "a file",
+            fix="give another target, or remove it first",
+        )
     if out.is_mount():
-        raise ConfigError(f"{out} is a mount point, which a folder cannot be renamed to: give a folder inside it")
-
-
-def remove_partial(out: Path) -> None:
-    """Remove what processes of this machine that are no longer there have left beside `out`, unfinished.
-
-    For a launcher after it has ended its ranks; every new start does it as well.
-    """
-    out = out.resolve()
-    prefix = _prefix(out)
-    for left in _place_of(out).iterdir():
-        pid = left.name.removeprefix(prefix)
-        if left.name != pid and pid.isdigit() and not _is_running(int(pid)):
-            shutil.rmtree(left)
+        raise ConfigError(
+            "a folder cannot be renamed to a mount point",
+            where=out,
+            found="a mount point",
+            fix="give a folder inside it",
+        )
 
 
 @contextmanager
 def publish(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Give all ranks one folder to fill, which becomes `out` if the block ends well on all of them.
+    """Yield one folder for all ranks to fill, which becomes `out` if the block ends well on all of them.
 
     If it ends in any other way, SIGTERM and KeyboardInterrupt included, nothing is left.
 
     Args:
-        num_bytes: what will be written, by all ranks.
+        num_bytes: what all ranks together will write.
 
     Raises:
         ConfigError: `out` holds something.
@@ -60,28 +54,19 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
     Ranks: collective over all ranks.
     """
     out = out.resolve()
-    place = _place_of(out)
-    own = place / f"{_prefix(out)}{os.getpid()}"
-    partial = dist.broadcast_object(own)
+    partial = dist.broadcast_object(name_partial(out))
 
     def prepare() -> None:
         check_target(out)
-        remove_partial(out)
-        _check_room(place, num_bytes, out)
+        remove_abandoned(out)
+        _check_room(partial.parent, num_bytes, out)
         partial.mkdir()
 
-    def finish() -> None:
-        for file in (*partial.iterdir(), partial):
-            sync(file)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(partial, out)
-        sync(out.parent)
-
-    with _exit_on_sigterm(), _explained(out, place, num_bytes):
+    with _exit_on_sigterm(), _explained(out, partial.parent, num_bytes):
         try:
             raise_on_all_ranks(prepare, on_rank=0)
             yield partial
-            raise_on_all_ranks(finish, on_rank=0)
+            raise_on_all_ranks(lambda: publish_folder(partial, out), on_rank=0)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -93,14 +78,16 @@ def _explained(out: Path, place: Path, num_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written: it takes {show_bytes(num_bytes)} ({describe_fault(error, place)}); make room "
-            "or give another target; nothing of it is left"
+            f"the merged model of {show_bytes(num_bytes)} could not be written ({describe_fault(error, place)}), and "
+            "nothing of it is left",
+            where=out,
+            fix="make room or give another target",
         ) from error
 
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, unless somebody handles it already."""
+    """Let SIGTERM unwind the stack, unless there is a handler already."""
     is_ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
@@ -117,26 +104,13 @@ def _exit_on_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _place_of(out: Path) -> Path:
-    """Return the nearest folder above `out` that exists: it is on the same file system."""
-    return next(parent for parent in out.parents if parent.is_dir())
-
-
-def _prefix(out: Path) -> str:
-    return f".{out.name}.partial-{socket.gethostname()}-"
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _check_room(place: Path, num_bytes: int, out: Path) -> None:
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < num_bytes:
         raise CheckpointError(
-            f"{out} will take {show_bytes(num_bytes)}, and {show_bytes(free_bytes)} are free in {place}: make room or "
-            "give another target"
+            "the merged model does not fit on the disk",
+            where=out,
+            expected=f"{show_bytes(num_bytes)} free in {place}",
+            found=show_bytes(free_bytes),
+            fix="make room or give another target",
         )

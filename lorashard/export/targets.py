@@ -27,7 +27,7 @@ class Target:
         module: the outermost wrapper; never changed.
         base: the base's tensors in it that merging reads, by the name in the base.
         ignored: tensors of the base in it that merging does not read.
-        made: what merging gives, by the name in the base: on the meta device, for shapes and dtypes.
+        made: what merging gives, by the name in the base: on the meta device, with shapes and dtypes.
     """
 
     path: str
@@ -56,7 +56,7 @@ def named_base_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[st
 
 
 def find_tuner(model: PeftModel) -> BaseTuner:
-    """Return the part of a PeftModel that knows how to merge.
+    """Return the part of a PeftModel that merges.
 
     Raises:
         ConfigError: an adapter of this kind cannot become part of the base's weights.
@@ -64,12 +64,12 @@ def find_tuner(model: PeftModel) -> BaseTuner:
     tuner = model.base_model
     kind = getattr(model.active_peft_config.peft_type, "value", model.active_peft_config.peft_type)
     if not isinstance(tuner, BaseTuner) or not hasattr(type(tuner), "merge_and_unload"):
-        raise ConfigError(f"PEFT cannot merge a {kind} adapter into its base: serve it beside the base instead")
+        raise ConfigError(f"PEFT cannot merge a {kind} adapter into its base", fix="serve it beside the base instead")
     return tuner
 
 
 def find_targets(model: PeftModel, names: Mapping[str, torch.Tensor]) -> list[Target]:
-    """Return every module that PEFT has wrapped, with what merging it will give.
+    """Return every module that PEFT has wrapped, with what merging it gives.
 
     Args:
         names: shape and dtype of every tensor of the base, on the meta device; what merging makes must be among them.
@@ -95,7 +95,7 @@ def merge_target(model: PeftModel, target: Target, read: Callable[[str], torch.T
     """Return the tensors of a target's module with the adapter merged into them, by the name in the base.
 
     Args:
-        read: gives a tensor of the base, in memory that nobody else uses.
+        read: returns a tensor of the base, in memory that nobody else uses.
 
     Memory: the module's tensors, and what PEFT's merge takes beside them.
     """
@@ -120,7 +120,7 @@ def _describe(target: Target, path: str, names: Mapping[str, torch.Tensor]) -> T
 
 
 def _rehearse(tuner: BaseTuner, target: Target, names: Mapping[str, torch.Tensor]) -> None:
-    """Merge on the meta device, so that whatever PEFT refuses is known before anything is read or written."""
+    """Merge on the meta device, so that whatever PEFT refuses is raised before anything is read or written."""
     memo: dict[int, object] = {}
     for parameter in target.module.parameters():
         memo[id(parameter)] = nn.Parameter(_bare(parameter), requires_grad=False)
@@ -131,10 +131,12 @@ def _rehearse(tuner: BaseTuner, target: Target, names: Mapping[str, torch.Tensor
         raise ConfigError(f"PEFT cannot merge '{target.path}': {reason}") from error
     for name, tensor in target.made.items():
         if name not in names or tensor.shape != names[name].shape:
-            expected = f"shape {list(names[name].shape)}" if name in names else "no such tensor"
             raise ConfigError(
-                f"merging the adapter makes '{name}' with shape {list(tensor.shape)}, but the base has {expected}: "
-                "give the base that it was trained on; adapters that add layers or tokens cannot be merged"
+                f"merging the adapter makes '{name}', which does not fit the base",
+                option="base",
+                expected=f"shape {list(names[name].shape)}" if name in names else "no such tensor",
+                found=f"shape {list(tensor.shape)}",
+                fix="give the base that it was trained on; adapters that add layers or tokens cannot be merged",
             )
 
 
@@ -148,8 +150,7 @@ def _merge(tuner: BaseTuner, target: Target, memo: dict[int, object]) -> dict[st
     twin = copy.copy(tuner)
     twin._modules = {"model": shell}
     with torch.no_grad():
-        # The class's own: on a sharded model the instance's refuses, since it would merge in place.
-        type(tuner).merge_and_unload(twin)
+        twin.merge_and_unload()
     return {f"{target.path}.{key}": value for key, value in shell.target.state_dict().items()}
 
 

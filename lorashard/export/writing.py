@@ -1,10 +1,8 @@
-"""Safetensors files whose every tensor has its place before the first is written, so that ranks can share the work."""
+"""Safetensors files in which every tensor has its place before the first is written, so that ranks share the work."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,9 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ..errors import ConfigError
+from ..runtime.disk import sync
 from ..weights.model_folder import INDEX_NAME
-from ..weights.safetensors_files import DTYPES, MAX_OPEN_FILES
+from ..weights.safetensors_files import DTYPES
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FILENAME_PATTERN = "model{suffix}.safetensors"
@@ -34,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files of a checkpoint, byte for byte but for the numbers.
+    """The files of a checkpoint, byte for byte but for the tensors' values.
 
     Attributes:
         headers: what each file begins with.
@@ -71,7 +70,12 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        raise ConfigError(f"max_shard_size: expected bytes or such as '5GB', found '{max_shard_size}'") from error
+        raise ConfigError(
+            option="max_shard_size",
+            expected="a number of bytes, or a size such as '5GB'",
+            found=repr(max_shard_size),
+            fix="give one of these",
+        ) from error
     headers, file_bytes, places = {}, {}, {}
     for file_name, keys in split.filename_to_tensors.items():
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -87,7 +91,7 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -
                 "data_offsets": [offsets[key], end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
+        text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
         headers[file_name] = len(text).to_bytes(8, "little") + text
         file_bytes[file_name] = len(headers[file_name]) + end
         for key, offset in offsets.items():
@@ -102,73 +106,44 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -
     return FilePlan(headers, file_bytes, places, index)
 
 
+@dataclass(frozen=True)
 class TensorWriter:
     """Writes tensors, or parts of them, at their places in files that `create` has made.
 
-    Several processes may write to the same files, each its own tensors. Not for several threads at once.
-
-    Attributes:
-        bytes_written: bytes of tensors that this process has written.
+    Several processes may write to the same files, each its own tensors.
     """
 
-    def __init__(self, folder: Path, plan: FilePlan) -> None:
-        self.bytes_written = 0
-        self._folder = folder
-        self._plan = plan
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
+    folder: Path
+    plan: FilePlan
 
     def create(self) -> None:
         """Make every file in its full size, with its header, and the index.
 
         Ranks: one process does this, before any writes.
         """
-        for name, header in self._plan.headers.items():
-            with (self._folder / name).open("xb") as stream:
+        for name, header in self.plan.headers.items():
+            with (self.folder / name).open("xb") as stream:
                 stream.write(header)
-                stream.truncate(self._plan.file_bytes[name])
-        if self._plan.index is not None:
-            text = json.dumps(self._plan.index, indent=2, sort_keys=True) + "\n"
-            (self._folder / INDEX_NAME).write_text(text, encoding="utf-8")
+                stream.truncate(self.plan.file_bytes[name])
+        if self.plan.index is not None:
+            text = json.dumps(self.plan.index, indent=2, sort_keys=True) + "\n"
+            (self.folder / INDEX_NAME).write_text(text, encoding="utf-8")
 
     def write(self, key: str, begin: int, values: torch.Tensor) -> None:
         """Write `values` as the elements of tensor `key` from element `begin` on, cast to its dtype.
 
         Memory: on a GPU a piece of 64 MiB on the host; a cast or non-contiguous tensor's copy.
         """
-        place = self._plan.places[key]
+        place = self.plan.places[key]
         flat = values.detach().to(place.dtype).contiguous().view(-1)
         if begin + flat.numel() > place.numel:
             raise ValueError(f"elements [{begin}, {begin + flat.numel()}) of {key}, which has {place.numel}")
-        descriptor = self._descriptor(place.file_name)
-        position = place.begin_byte + begin * flat.itemsize
-        for piece in flat.view(torch.uint8).split(_PIECE_BYTES):
-            view = memoryview(piece.cpu().numpy())
-            done = 0
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done:], position + done)
-            position += done
-            self.bytes_written += done
+        with (self.folder / place.file_name).open("r+b") as stream:
+            stream.seek(place.begin_byte + begin * flat.itemsize)
+            for piece in flat.view(torch.uint8).split(_PIECE_BYTES):
+                stream.write(memoryview(piece.cpu().numpy()))
 
     def flush(self) -> None:
         """Return when what this process has written is on the disk."""
-        for name in self._plan.headers:
-            os.fsync(self._descriptor(name))
-
-    def close(self) -> None:
-        """Close the files; a later write opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-    def __enter__(self) -> TensorWriter:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _descriptor(self, name: str) -> int:
-        if name not in self._descriptors:
-            while len(self._descriptors) >= MAX_OPEN_FILES:
-                os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
-        self._descriptors.move_to_end(name)
-        return self._descriptors[name]
+        for name in self.plan.headers:
+            sync(self.folder / name)

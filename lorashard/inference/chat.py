@@ -1,4 +1,4 @@
-"""Talk to an adapter: questions from a person or a program, answers as they come, the same on every rank."""
+"""Chat with an adapter: questions from a person or a program, answers streamed as they are generated."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .generation import Generator, check_length, describe_placement, read_sampli
 from .load import load_for_use, load_saved_tokenizer
 
 _CACHED_TOKENS = 8192
-# Ranks wait for what is asked in a collective, which gives up after some minutes: rank 0 speaks before that.
+# Ranks wait for the next request in a collective, which times out after some minutes: rank 0 sends one before that.
 _PATIENCE_S = 60.0
 
 
 def chat(options: ChatOptions) -> None:
-    """Answer what is asked until no more is to come.
+    """Answer requests until there are no more.
 
     Raises:
         UserError: a mistake in the options or the adapter; all ranks raise alike.
 
     Ranks: run by every rank. Rank 0 reads and prints. Where base units are gathered, all ranks generate the same
-        tokens; elsewhere the others end at once.
+        tokens; elsewhere the other ranks return at once.
     """
     tokenizer = load_saved_tokenizer(options.adapter, options)
     writer = PromptWriter(tokenizer)
@@ -43,31 +43,27 @@ def chat(options: ChatOptions) -> None:
     placement = describe_placement(model)
     say(rank, placement)
     speaker = _Speaker(options, model, tokenizer, writer)
-    is_alone = not speaker.is_collective
-    if is_alone and rank != 0:
+    if not speaker.is_collective and rank != 0:
         return
-    if is_alone and dist.get_world_size() > 1:
+    if not speaker.is_collective and dist.get_world_size() > 1:
         say(rank, "with this placement rank 0 answers alone, and the other ranks have ended")
-    with open_listener(options) if rank == 0 else nullcontext() as listener:
-        if listener is not None:
-            listener.greet(placement, tokenizer.chat_template is not None)
+    with open_listener(options) if rank == 0 else nullcontext(Listener()) as listener:
+        listener.greet(placement, tokenizer.chat_template is not None)
         while True:
-            ask = listener.read(_PATIENCE_S) if listener is not None else None
-            ask = speaker.host_group.broadcast_object(ask)
+            ask = speaker.host_group.broadcast_object(listener.read(_PATIENCE_S))  # rank 0's
             if ask is None:
                 return
             if ask.kind == "reset":
                 speaker.reset()
-                if listener is not None:
-                    listener.tell_reset()
+                listener.confirm_reset()
             elif ask.kind == "answer":
                 speaker.answer(ask, listener)
 
 
 class _Speaker:
-    """The model that answers, and what has been said.
+    """The model that answers, and its conversations.
 
-    To a person one conversation is kept, which goes on with the last answer; to a program one for each source.
+    A person has one conversation, which continues with the last answer; a program has one for each source.
     """
 
     def __init__(
@@ -84,45 +80,41 @@ class _Speaker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has been said."""
+        """Forget the conversations."""
         self._turns: dict[str, list[Message]] = {}
 
-    def answer(self, ask: Ask, listener: Listener | None) -> None:
-        """Answer, and remember what is to be remembered; what cannot be answered is refused and forgotten.
+    def answer(self, ask: Ask, listener: Listener) -> None:
+        """Answer a request and store the answer; a request that cannot be answered is refused and not stored.
 
         Ranks: collective over all ranks where base units are gathered.
         """
         try:
             prompts = {source: self._write(ask, source) for source in ask.sources}
         except (BadRow, DataError) as error:
-            if listener is not None:
-                listener.refuse(str(error))
+            listener.refuse(str(error))
             return
         self._num_answers += 1
-        is_kept = ask.conversations is None and self._tokenizer.chat_template is not None
+        is_stored = ask.conversations is None and self._tokenizer.chat_template is not None
         is_canceled = False
         for source, (messages, token_ids) in prompts.items():
             begin_s = time.perf_counter()
-            if listener is not None:
-                listener.begin(source)
+            listener.begin(source)
             new: list[int] = []
             if not is_canceled:
                 new, is_canceled = self._generate(ask, source, token_ids, listener)
-            if listener is not None:
-                seconds = time.perf_counter() - begin_s
-                is_cut = len(new) == ask.options.max_new_tokens
-                listener.end(Answered(source, len(new), seconds, is_cut, is_canceled))
-            if is_kept and (new or not is_canceled):
+            is_cut = len(new) == ask.options.max_new_tokens
+            listener.end(Answered(source, len(new), time.perf_counter() - begin_s, is_cut, is_canceled))
+            if is_stored and (new or not is_canceled):
                 content = self._tokenizer.decode(new, skip_special_tokens=True)
                 self._turns[self._name_turns(source)] = [*messages, {"role": "assistant", "content": content}]
 
     def _write(self, ask: Ask, source: Source) -> tuple[list[Message], list[int]]:
-        """Return the conversation up to here but for the system's message, and all of it as tokens."""
+        """Return the conversation so far without the system message, and all of it as tokens."""
         messages = [*self._turns.get(self._name_turns(source), []), {"role": "user", "content": ask.content}]
         if ask.conversations is not None:
             token_ids = self._writer.write(ask.conversations[source])
         elif self._tokenizer.chat_template is not None:
-            token_ids = self._writer.write([*_begin(ask.options), *messages])
+            token_ids = self._writer.write([*_build_system(ask.options), *messages])
         else:
             token_ids = self._writer.write(ask.content)
         check_length(self._model, len(token_ids), ask.options.max_new_tokens, "the conversation")
@@ -131,22 +123,18 @@ class _Speaker:
     def _name_turns(self, source: Source) -> str:
         return source if self._is_for_program else ""
 
-    def _generate(
-        self, ask: Ask, source: Source, token_ids: list[int], listener: Listener | None
-    ) -> tuple[list[int], bool]:
-        """Return the new tokens, and whether they were canceled before their end."""
+    def _generate(self, ask: Ask, source: Source, token_ids: list[int], listener: Listener) -> tuple[list[int], bool]:
+        """Return the new tokens, and whether the answer was canceled before its end."""
         generator = self._build_generator(ask.options)
-        streamer = None
-        if listener is not None:
-            streamer = _Streamer(self._tokenizer, lambda text: listener.add(source, text), generator.stop_ids)
-        cancel = _Cancel(listener.is_canceled if listener is not None else lambda: False, self.host_group)
+        streamer = _Streamer(self._tokenizer, lambda text: listener.add(source, text), generator.stop_ids)
+        cancel = _Cancel(listener.is_canceled, self.host_group)
         torch.manual_seed(ask.options.seed + self._num_answers if ask.seed is None else ask.seed)
         with (
             self._model.disable_adapter() if source == "base" else nullcontext(),
             cancel.watching(self._model) if self._is_for_program else nullcontext(),
         ):
             new = generator.generate([token_ids], streamer, StoppingCriteriaList([cancel]))[0]
-        # What is said next depends on it: rank 0's, which has been read, is what was said.
+        # The conversation continues with rank 0's answer, which was printed.
         return self.host_group.broadcast_object((new, cancel.is_set))
 
     def _build_generator(self, options: ChatOptions) -> Generator:
@@ -154,17 +142,17 @@ class _Speaker:
 
 
 class _Cancel(StoppingCriteria):
-    """Ends an answer that nobody wants any more, on all ranks.
+    """Ends an answer that is no longer wanted, on all ranks.
 
-    Rank 0 hears of it, and tells the others before each forward: there all ranks meet, also one whose answer has ended
-    and which goes on for the others' sake. Such a rank asks no stopping criterion.
+    Rank 0 learns of it and broadcasts it before each forward. All ranks take part in every forward, also one whose own
+    answer has ended, which asks no stopping criterion any more.
     """
 
     def __init__(self, is_asked: Callable[[], bool], host_group: dist.HostGroup) -> None:
         """Make one.
 
         Args:
-            host_group: of the ranks that answer together. Over NCCL each token would wait for the device.
+            host_group: of the ranks that answer together. With NCCL each token would wait for the device.
         """
         self._is_asked = is_asked
         self._host_group = host_group
@@ -172,7 +160,7 @@ class _Cancel(StoppingCriteria):
 
     @contextmanager
     def watching(self, model: PeftModel) -> Iterator[None]:
-        """Ask before each forward of the model whether the answer is still wanted."""
+        """Check before each forward of the model whether the answer is still wanted."""
         hook = model.get_base_model().register_forward_pre_hook(self._look)
         try:
             yield
@@ -187,7 +175,7 @@ class _Cancel(StoppingCriteria):
 
 
 class _Streamer(TextStreamer):
-    """Hands text on as tokens come, but for the prompt's and what ends the answer."""
+    """Passes text on as tokens are generated, without the prompt and the token that ends the answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, add: Callable[[str], None], stop_ids: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -202,15 +190,15 @@ class _Streamer(TextStreamer):
         self._add(text)
 
 
-def _begin(options: ChatOptions) -> list[Message]:
+def _build_system(options: ChatOptions) -> list[Message]:
     return [{"role": "system", "content": options.system}] if options.system else []
 
 
 def _check_system(options: ChatOptions, writer: PromptWriter) -> None:
-    """Refuse a system message that the chat template does not take, before the model is loaded."""
+    """Refuse a system message that the chat template does not accept, before the model is loaded."""
     if not options.system:
         return
     try:
-        writer.write([*_begin(options), {"role": "user", "content": "hello"}])
+        writer.write([*_build_system(options), {"role": "user", "content": "hello"}])
     except BadRow as error:
-        raise DataError(f"system: {error.detail}") from error
+        raise DataError(error.detail, option="system") from error

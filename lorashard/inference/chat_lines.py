@@ -1,4 +1,4 @@
-"""What is asked in a chat and where answers go: typed by a person, or as JSON lines from and to a program."""
+"""Where a chat's questions come from and its answers go: lines of a person, or JSON lines of a program."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import select
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from pydantic import ValidationError
 
-from ..config.placement import explain_invalid
+from ..config.options import to_config_error
 from ..config.use_options import AnswerOptions, ChatOptions, ChatRequest, Source
 from ..data.formats import Message
 from ..errors import ConfigError
@@ -27,13 +27,13 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked for; every rank gets the same.
+    """A request; the same on every rank.
 
-    Args:
-        sources: who is to answer, in order.
-        content: goes on with the conversation that is kept.
-        conversations: to be answered as they stand, by source, in place of `content`.
-        seed: of the sampling; None: one that differs from answer to answer.
+    Attributes:
+        sources: which models answer, in order.
+        content: the next message of the stored conversation.
+        conversations: to be answered as they are, by source, instead of `content`.
+        seed: of the sampling; None: a different one for each answer.
     """
 
     kind: Literal["nothing", "reset", "answer"]
@@ -55,37 +55,38 @@ class Answered:
     is_canceled: bool
 
 
-class Listener(Protocol):
-    """Who asks and is answered, on rank 0."""
+class Listener:
+    """Asks and is answered, on rank 0; this base class does neither, for the other ranks."""
 
     def greet(self, placement: str, has_chat_template: bool) -> None:
-        """Say that questions may come."""
+        """Announce that questions may come."""
 
     def read(self, patience_s: float) -> Ask | None:
-        """Return what is asked next, nothing if that is all in this time, None if no more is to come."""
+        """Return the next request, one of the kind `nothing` if there is none in this time, None at the end."""
 
     def is_canceled(self) -> bool:
-        """Tell, without waiting, whether the answer that is being made is wanted no more."""
+        """Return, without waiting, whether the current answer is no longer wanted."""
+        return False
 
     def begin(self, source: Source) -> None:
-        """Say who answers now."""
+        """Begin an answer."""
 
     def add(self, source: Source, text: str) -> None:
-        """Go on with an answer."""
+        """Continue an answer."""
 
     def end(self, answered: Answered) -> None:
         """End an answer."""
 
     def refuse(self, reason: str) -> None:
-        """Say why there is no answer."""
+        """Report why there is no answer."""
 
-    def tell_reset(self) -> None:
-        """Say that what was said is forgotten."""
+    def confirm_reset(self) -> None:
+        """Report that the stored conversations are gone."""
 
 
 @contextlib.contextmanager
 def open_listener(options: ChatOptions) -> Iterator[Listener]:
-    """Open this process's own terminal, or the pipes to that of the launcher, which lie beside its result file."""
+    """Open this process's own terminal, or the pipes to the launcher's terminal, which lie beside its result file."""
     kind = _Program if options.as_json else _Person
     result_file = os.environ.get(RESULT_FILE_VARIABLE)
     if result_file is None:
@@ -100,7 +101,7 @@ def open_listener(options: ChatOptions) -> Iterator[Listener]:
 
 
 class _Terminal:
-    """Where lines are read from and answers go to."""
+    """Reads lines and writes answers."""
 
     def __init__(self, input_descriptor: int, output: TextIO) -> None:
         self._input = input_descriptor
@@ -108,7 +109,7 @@ class _Terminal:
         self._read = b""
         self._is_ended = False
         self.is_gone = False
-        """Nobody reads the answers any more."""
+        """Whether nobody reads the answers any more."""
 
     def write(self, text: str) -> None:
         try:
@@ -119,7 +120,7 @@ class _Terminal:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._output.fileno())  # for what is left in the buffer
 
     def read_line(self, patience_s: float) -> str | None:
-        """Return the next line with its end; an empty text if none came in that time, None at the end of the input."""
+        """Return the next line with its end, an empty text if there is none in this time, None at the input's end."""
         if self.is_gone:
             return None
         while b"\n" not in self._read and not self._is_ended:
@@ -134,8 +135,8 @@ class _Terminal:
         return (line + end).decode("utf-8", errors="replace")
 
 
-class _Person:
-    """Types lines and reads answers; what is not an answer goes to stderr."""
+class _Person(Listener):
+    """Types lines and reads answers; everything else goes to stderr."""
 
     def __init__(self, terminal: _Terminal, options: ChatOptions) -> None:
         self._terminal = terminal
@@ -143,9 +144,9 @@ class _Person:
         self._is_prompted = False
 
     def greet(self, placement: str, has_chat_template: bool) -> None:
-        say(0, "type, and end with /exit; /reset forgets the conversation")
+        say(0, "type a message; /reset forgets the conversation, /exit ends the chat")
         if not has_chat_template:
-            say(0, "the tokenizer has no chat template: each line is a text to go on with, and none is remembered")
+            say(0, "the tokenizer has no chat template: each line is a text to continue, and none is remembered")
 
     def read(self, patience_s: float) -> Ask | None:
         if not self._is_prompted:
@@ -156,7 +157,7 @@ class _Person:
             return Ask("nothing", self._options)
         self._is_prompted = False
         if line is None:
-            print(file=sys.stderr)  # what comes next shall not stand behind the mark
+            print(file=sys.stderr)  # end the line of the prompt mark
         if line is None or line.strip() == "/exit":
             return None
         if not line.strip():
@@ -164,9 +165,6 @@ class _Person:
         if line.strip() == "/reset":
             return Ask("reset", self._options)
         return Ask("answer", self._options, _choose_sources(self._options), line.removesuffix("\n"))
-
-    def is_canceled(self) -> bool:
-        return False  # Ctrl-C ends all
 
     def begin(self, source: Source) -> None:
         self._terminal.write(f"[{source}] " if self._options.compare else "")
@@ -178,14 +176,14 @@ class _Person:
         self._terminal.write("\n")
 
     def refuse(self, reason: str) -> None:
-        say(0, f"not answered: {reason}; /reset begins anew")
+        say(0, f"not answered: {reason}; /reset starts a new conversation")
 
-    def tell_reset(self) -> None:
-        say(0, "the conversation begins anew")
+    def confirm_reset(self) -> None:
+        say(0, "a new conversation starts")
 
 
-class _Program:
-    """Writes a request on each line, and reads what comes of it as lines of JSON."""
+class _Program(Listener):
+    """Writes a request on each line, and reads the answers as lines of JSON."""
 
     def __init__(self, terminal: _Terminal, options: ChatOptions) -> None:
         self._terminal = terminal
@@ -201,13 +199,13 @@ class _Program:
             return None
         if line.strip():
             try:
-                return self._understand(read_request(line))
+                return self._build_ask(read_request(line))
             except ConfigError as error:
                 self.refuse(str(error))
         return Ask("nothing", self._options)
 
-    def _understand(self, request: ChatRequest) -> Ask:
-        """Return what a request asks for; to cancel what has ended is nothing."""
+    def _build_ask(self, request: ChatRequest) -> Ask:
+        """Return what a request asks for; canceling an answer that has ended does nothing."""
         if request.cancel:
             return Ask("nothing", self._options)
         if request.reset:
@@ -224,56 +222,48 @@ class _Program:
         return Ask("answer", options, sources, request.content, seed=given.get("seed"))
 
     def is_canceled(self) -> bool:
-        while line := self._terminal.read_line(0):  # at the input's end the answer is still wanted: it was a file
+        while line := self._terminal.read_line(
+            0
+        ):  # at the end of the input, which may be a file, the answer is still wanted
             if _is_cancel(line):
                 return True
             self._waiting.append(line)
         return self._terminal.is_gone
-
-    def begin(self, source: Source) -> None:
-        pass
 
     def add(self, source: Source, text: str) -> None:
         if text:
             self._write(source=source, text=text)
 
     def end(self, answered: Answered) -> None:
-        self._write(
-            source=answered.source,
-            is_end=True,
-            num_tokens=answered.num_tokens,
-            seconds=round(answered.seconds, 3),
-            is_cut=answered.is_cut,
-            is_canceled=answered.is_canceled,
-        )
+        self._write(is_end=True, **asdict(answered) | {"seconds": round(answered.seconds, 3)})
 
     def refuse(self, reason: str) -> None:
         self._write(error=reason)
 
-    def tell_reset(self) -> None:
+    def confirm_reset(self) -> None:
         self._write(reset=True)
 
-    def _write(self, **said: Any) -> None:
-        self._terminal.write(json.dumps(said) + "\n")
+    def _write(self, **message: Any) -> None:
+        self._terminal.write(json.dumps(message) + "\n")
 
 
 def read_request(line: str) -> ChatRequest:
     """Return the request on a line.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the line is not a request.
     """
     try:
         given = json.loads(line)
-        json.dumps(given, ensure_ascii=False).encode()  # half of a pair of characters is no text
+        json.dumps(given, ensure_ascii=False).encode()  # an unpaired surrogate is not text
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise ConfigError(f"expected a JSON object on the line, found {line.strip()[:_SHOWN_CHARACTERS]!r}")
+        raise ConfigError(expected="a JSON object on the line", found=repr(line.strip()[:_SHOWN_CHARACTERS]))
     try:
         return ChatRequest(**given)
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error)) from error
+        raise to_config_error(error) from error
 
 
 def _is_cancel(line: str) -> bool:

@@ -1,4 +1,4 @@
-"""Measure an adapter on rows: loss, perplexity, exact matches. The same for any number of ranks and any batch size."""
+"""Evaluate an adapter: loss, perplexity, exact matches. The same for any number of ranks and any batch size."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .load import load_for_use, load_saved_tokenizer
 
 _FILLER = {"input_ids": [0, 0], "labels": [0, 0]}
 _READ_ROWS = 1000
-_SPARE_TOKENS = 8  # the same words can be written with other tokens
-_SCORED_TOKENS = 1024  # whose logits are float32 at once
-_ABSURD_LOSS = 700.0  # whose perplexity is no float64
+_SPARE_TOKENS = 8  # the same words may take other tokens
+_SCORED_TOKENS = 1024  # whose logits are converted to float32 at once
+_LARGEST_LOSS = 700.0  # the perplexity of a larger one overflows float64
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A mean over tokens, and over how many of how many rows."""
+    """A mean over supervised tokens, and how many there are in how many rows."""
 
     loss: float
     perplexity: float
@@ -49,13 +49,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Question:
-    """The tokens up to a row's last completion, and those of the completion."""
+    """The tokens before a row's last completion, and those of the completion."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
-# Whatever the base's generation config says: a penalty on what came before would change what is measured.
+# These override the base's generation config: a penalty on repetition would change the result.
 _MOST_PROBABLE = {
     "do_sample": False,
     "temperature": None,
@@ -67,7 +67,7 @@ _MOST_PROBABLE = {
 
 
 def evaluate(options: EvalOptions) -> None:
-    """Measure an adapter, or its base alone, on a dataset, and give the result.
+    """Evaluate an adapter, or its base alone, on a dataset, and print the result.
 
     Raises:
         UserError: a mistake in options, data, adapter or base; all ranks raise alike.
@@ -83,7 +83,7 @@ def evaluate(options: EvalOptions) -> None:
     longest_prompt = max((len(question.prompt_ids) for question in questions), default=0)
     longest_answer = max((len(question.answer_ids) for question in questions), default=0)
     max_new_tokens = options.max_new_tokens or longest_answer + _SPARE_TOKENS
-    # Without questions nothing is cached, but a forward of a batch takes room too.
+    # Without questions nothing is cached, but a forward of a batch takes memory too.
     longest = max(prepared.report.longest_tokens, longest_prompt + max_new_tokens)
     model = load_for_use(options.adapter, options, options.per_device_eval_batch_size * longest)
     say(rank, describe_placement(model))
@@ -109,20 +109,20 @@ def evaluate(options: EvalOptions) -> None:
 def measure_loss(model: PeftModel, rows: datasets.Dataset, pad_token_id: int, batch_size: int) -> Loss:
     """Return the mean loss over all supervised tokens of `rows`.
 
-    It is what TRL's `SFTTrainer.evaluate` calls `eval_loss` where all batches hold as many tokens; elsewhere the
-    trainer's is a mean of the batches' means.
+    It equals the `eval_loss` of TRL's `SFTTrainer.evaluate` where all batches have the same number of tokens: that is
+    the mean of the batches' means.
 
     Args:
         model: in eval mode, from `lorashard.load` or `load_adapter`.
-        rows: `input_ids` and `labels`, as `prepare` makes them, not packed.
-        batch_size: rows at once on each rank; the result does not depend on it.
+        rows: `input_ids` and `labels`, as `prepare` returns them, not packed.
+        batch_size: rows of a batch on each rank; the result does not depend on it.
 
     Raises:
-        CheckpointError: the loss is no number.
+        CheckpointError: the loss is not finite.
 
-    Ranks: collective over all ranks. All run as many passes, so that they may share the gathers of the base: a rank
-        without rows for the last one takes a token that counts nothing.
-    Memory: the logits of a batch are never whole, unless the adapter changes the LM head.
+    Ranks: collective over all ranks. All run the same number of forwards, since they share the gathers of the base: a
+        rank without rows for the last one computes a token that is not counted.
+    Memory: the logits of a batch are never materialized, unless the adapter changes the LM head.
     """
     rank = dist.get_rank()
     lengths = [len(ids) for batch in rows.iter(batch_size=_READ_ROWS) for ids in batch["input_ids"]]
@@ -141,49 +141,49 @@ def measure_loss(model: PeftModel, rows: datasets.Dataset, pad_token_id: int, ba
     gathered = dist.gather_objects((sums, num_tokens))
     num_tokens = sum(count for _, count in gathered)
     loss = -math.fsum(value for values, _ in gathered for value in values) / num_tokens
-    if not loss < _ABSURD_LOSS:
-        raise CheckpointError(
-            f"expected a finite loss, found {loss}: the base or the adapter gives logits that are no numbers; compare "
-            "with --base_only, and with another dtype"
-        )
+    if not loss < _LARGEST_LOSS:
+        fix = "compare with --base_only and with another dtype to find whose logits are not finite"
+        raise CheckpointError(expected="a finite loss", found=loss, fix=fix)
     return Loss(loss, math.exp(loss), len(rows), num_tokens)
 
 
 def prepare_questions(options: EvalOptions, prepared: Prepared, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-    """Return what `options` ask to answer; nothing where exact matches are not asked for, or make no sense.
+    """Return the questions of `options`: none where exact matches are not wanted, or no row has a completion.
 
     Args:
-        prepared: the rows whose loss is measured; they are prepared again where they are cut, or wholly supervised.
+        prepared: the rows whose loss is measured; they are prepared again where they are cut, or fully supervised.
 
     Raises:
-        DataError: exact matches are asked for, and no row has a completion.
+        DataError: exact matches are required, and no row has a completion.
     """
     if options.exact_match is False:
         return []
     if prepared.report.num_truncated or options.completion_only_loss is not None:
-        whole = {"max_length": None, "completion_only_loss": None}
-        prepared = prepare(options.data_options().model_copy(update=whole), tokenizer)
+        uncut = {"max_length": None, "completion_only_loss": None}
+        prepared = prepare(options.data_options().model_copy(update=uncut), tokenizer)
     questions = find_questions(prepared.train, tokenizer)
     if options.exact_match and not questions:
         raise DataError(
-            f"dataset {options.dataset!r}: exact_match needs prompts with completions, or conversations that the "
-            f"assistant ends, found {prepared.report.format} rows of which {prepared.report.mask_method} is supervised"
+            where=options.dataset,
+            option="exact_match",
+            expected="prompts with completions, or conversations that the assistant ends",
+            found=f"{prepared.report.format} rows of which {prepared.report.mask_method} is supervised",
         )
     return questions
 
 
 def find_questions(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-    """Return the last completion of each row that ends with one, with all that stands before it.
+    """Return the last completion of each row that ends with one, with everything before it.
 
     Args:
-        rows: as `prepare` makes them, neither packed nor cut, where completions alone are supervised.
+        rows: as `prepare` returns them, neither packed nor cut, with only completions supervised.
     """
     questions = []
     for row in rows:
         ids, labels = row["input_ids"], row["labels"]
         end = next((i for i in range(len(labels), 0, -1) if labels[i - 1] != IGNORED_LABEL), 0)
         start = next((i for i in range(end, 0, -1) if labels[i - 1] == IGNORED_LABEL), 0)
-        if start and not _decode(tokenizer, ids[end:]):  # what a template closes a conversation with may follow
+        if start and not _decode(tokenizer, ids[end:]):  # a template's closing tokens may follow
             questions.append(Question(ids[:start], ids[start:end]))
     return questions
 
@@ -200,7 +200,7 @@ def count_exact(
     White space at both ends does not count, nor does the token that ends the answer.
 
     Args:
-        batch_size: questions at once on each rank; the result does not depend on it.
+        batch_size: questions of a batch on each rank; the result does not depend on it.
 
     Ranks: collective over all ranks; all get the same count.
     """
@@ -219,7 +219,7 @@ def count_exact(
 
 
 def _strip_stop(ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_ids: set[int]) -> list[int]:
-    """Leave out the token that ends an answer, which is no special token in every vocabulary, and blanks around it."""
+    """Remove the token that ends an answer, which is not a special token in every vocabulary, and blanks around it."""
     end = len(ids)
     while end and (ids[end - 1] in stop_ids or not _decode(tokenizer, ids[end - 1 : end])):
         end -= 1
@@ -232,12 +232,12 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _scoring(model: PeftModel) -> Iterator[Callable[[dict[str, torch.Tensor]], torch.Tensor]]:
-    """Give a function that returns the summed log-probabilities of a batch's labels, [rows] in float64.
+    """Yield a function that returns the summed log-probabilities of a batch's labels, [rows] in float64.
 
-    A row's sum is its own: it does not depend on what the row was batched with.
+    A row's sum does not depend on the rest of its batch.
     """
     base = model.get_base_model()
-    # As in training, TRL multiplies by the head's weight in tiles. It does not see an adapter on the head.
+    # As in training, TRL multiplies by the head's weight in tiles. It would skip an adapter on the head.
     is_fused = isinstance(base.get_output_embeddings(), (torch.nn.Linear, ModulesToSaveWrapper))
     autocast = torch.autocast(model.device.type, base.dtype, enabled=base.dtype != torch.float32)
 
@@ -262,7 +262,7 @@ def _scoring(model: PeftModel) -> Iterator[Callable[[dict[str, torch.Tensor]], t
 
 
 def _sum_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Add up the log-probabilities of one row's labels, some tokens at a time.
+    """Return the sum of the log-probabilities of one row's labels, some tokens at a time.
 
     Args:
         logits: [tokens, vocabulary].

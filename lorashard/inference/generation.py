@@ -34,11 +34,11 @@ from ..runtime.launch_env import read_launcher_env
 from ..runtime.output import give, say
 from .load import load_for_use, load_saved_tokenizer
 
-# Rows of each rank for which `auto` placement leaves room, so that the base does not take what a batch needs.
+# Rows of each rank that `auto` placement reserves memory for, so that the base does not take what a batch needs.
 _RESERVED_ROWS = 32
 _MEMORY_SHARE = 0.8
-# Ranks that need not wait for one another still meet once in so many batches: a collective may not wait for hours.
-_BATCHES_BETWEEN_MEETINGS = 16
+# Ranks that are independent still exchange answers once in so many batches: no collective may wait for hours.
+_BATCHES_BETWEEN_GATHERS = 16
 _SHOWN_CHARACTERS = 200
 
 
@@ -60,7 +60,7 @@ class Generator:
 
         Args:
             model: in eval mode.
-            stop_ids: tokens that end an answer, beside those that the base's generation config has.
+            stop_ids: tokens that end an answer, in addition to those of the base's generation config.
             sampling: arguments of transformers' `generate` from `read_sampling`; without it the most probable token
                 is taken each time.
         """
@@ -88,8 +88,8 @@ class Generator:
         """Return the new tokens of each prompt, without the one that ended it.
 
         Args:
-            prompts: the tokens of each; none at all where this rank takes part for the others' sake.
-            stopping_criteria: what ends answers beside the tokens that do.
+            prompts: the tokens of each; empty where this rank only takes part in the others' gathers.
+            stopping_criteria: in addition to the tokens that end an answer.
 
         Ranks: collective where base units are gathered.
         """
@@ -116,41 +116,43 @@ class Generator:
 
 
 def read_sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any] | None:
-    """Return the options that sample as transformers' `generate` knows them, None without sampling."""
+    """Return the sampling arguments of transformers' `generate`, None without sampling."""
     if not options.do_sample:
         return None
     return {"do_sample": True} | {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
 
 
 def describe_placement(model: PeftModel) -> str:
-    """Say in a line where the base of a loaded model rests, and how much of it stays whole."""
+    """Return on one line the placement of a loaded model's base, and how many of its layers are resident."""
     engine = engine_of(model)
     stats = engine.stats()
     moved = [unit for unit in engine.units if not unit.is_resident]
     layers = [unit for unit in engine.units if unit.size_class == LAYER]
-    num_whole = sum(unit.is_resident for unit in layers)
+    num_resident = sum(unit.is_resident for unit in layers)
     held = f"{(stats.bytes_at_rest + stats.slot_bytes) / 2**30:.3f} GiB on the device"
     if not moved:
         is_mapped = any(isinstance(unit.home, FileHome) for unit in engine.units)
-        kind = "file, computed with where it is mapped" if is_mapped else "the base stays whole on each device"
+        kind = "file, read where it is mapped" if is_mapped else "the whole base on each device"
         return f"placement: {kind}; {held}"
     home = moved[0].home
     names: dict[type, str] = {DeviceHome: "shard", HostHome: "host", FileHome: "file"}
     over = f" over {home.layout.num_shards} ranks" if home.layout.num_shards > 1 else ""
-    return f"placement: {names[type(home)]}{over}; {num_whole} of {len(layers)} layers stay whole; {held}"
+    return f"placement: {names[type(home)]}{over}; {num_resident} of {len(layers)} layers resident; {held}"
 
 
 def check_length(model: PeftModel, num_tokens: int, max_new_tokens: int, place: str) -> None:
-    """Refuse a prompt that, with its answer, is longer than what the model knows positions for.
+    """Check that a prompt and its answer have no more tokens than the model has positions.
 
     Raises:
-        DataError: it is.
+        DataError: they have more.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and num_tokens + max_new_tokens > most:
         raise DataError(
-            f"{place}: {num_tokens} tokens and max_new_tokens {max_new_tokens} are more than the {most} positions of "
-            "the model: shorten the prompt, or lower max_new_tokens"
+            where=place,
+            expected=f"at most {most} tokens, the positions of the model",
+            found=f"{num_tokens} and max_new_tokens {max_new_tokens}",
+            fix="shorten the prompt, or lower max_new_tokens",
         )
 
 
@@ -160,7 +162,7 @@ def generate_file(options: GenerateOptions) -> None:
     Raises:
         UserError: a mistake in the options, the prompts or the adapter; all ranks raise alike.
 
-    Ranks: run by every rank; they share the prompts out, and rank 0 writes.
+    Ranks: run by every rank; the prompts are divided among the ranks, and rank 0 writes.
     """
     out = _check_out(options)
     tokenizer = load_saved_tokenizer(options.adapter, options)
@@ -177,11 +179,15 @@ def generate_file(options: GenerateOptions) -> None:
     say(rank, f"{len(prompts)} prompts in {len(batches)} batches of at most {max(len(b[0]) for b in batches)} a rank")
     answers = {}
     begin_s = time.perf_counter()
-    is_base = {"completion": options.base_only} | ({"base_completion": True} if options.compare else {})
-    for column in is_base:
-        with model.disable_adapter() if is_base[column] else nullcontext(), _explained_shortage(batches):
+    columns = {"completion": options.base_only} | ({"base_completion": True} if options.compare else {})
+    for column, is_base in columns.items():
+        with model.disable_adapter() if is_base else nullcontext(), _explained_shortage(batches):
             answers[column] = answer_shared(
-                generator, [prompt.token_ids for prompt in prompts], batches, options.seed, _tell(rank, column, prompts)
+                generator,
+                [prompt.token_ids for prompt in prompts],
+                batches,
+                options.seed,
+                lambda num_done: say(rank, f"{column}: {num_done} of {len(prompts)} prompts answered"),  # noqa: B023
             )
     seconds = time.perf_counter() - begin_s
     if rank != 0:
@@ -198,14 +204,14 @@ def answer_shared(
     prompts: Sequence[Sequence[int]],
     batches: Sequence[Sequence[Sequence[int]]],
     seed: int,
-    tell: Callable[[int], None] = lambda num_done: None,
+    report: Callable[[int], None] = lambda num_done: None,
 ) -> list[list[int]]:
     """Return the new tokens of every prompt, in order, on every rank.
 
     Args:
         batches: from `plan_batches`: for each, for each rank, which prompts.
         seed: of the sampling; every rank and every batch has its own.
-        tell: called now and then with how many are answered.
+        report: called now and then with how many are answered.
 
     Ranks: collective over all ranks.
     """
@@ -216,18 +222,18 @@ def answer_shared(
         torch.manual_seed(seed + number * world_size + rank)
         new = generator.generate([prompts[index] for index in shares[rank]])
         own |= dict(zip(shares[rank], new, strict=True))
-        if number % _BATCHES_BETWEEN_MEETINGS == 0 or number == len(batches):
+        if number % _BATCHES_BETWEEN_GATHERS == 0 or number == len(batches):
             for found in dist.gather_objects(own):
                 answers |= found
             own = {}
-            tell(len(answers))
+            report(len(answers))
     return [answers[index] for index in range(len(prompts))]
 
 
 class SampleCallback(TrainerCallback):
     """Answers a few prompts at each evaluation of a run, into `samples.jsonl` of its folder.
 
-    Training goes on as if nothing had been: the modules' modes and the random numbers are put back.
+    Training is not affected: the modules' modes and the random state are restored.
 
     Ranks: each evaluation is collective over all ranks.
     """
@@ -244,10 +250,10 @@ class SampleCallback(TrainerCallback):
         """Make one.
 
         Args:
-            model: the sharded model itself, not what the trainer wraps it in.
+            model: the sharded model itself, not the trainer's wrapper.
             prompts: texts or conversations.
             folder: the run's.
-            as_chat: take a text as what a user says in a conversation.
+            as_chat: take a text as a user's message.
 
         Raises:
             DataError: a prompt cannot be written.
@@ -264,7 +270,7 @@ class SampleCallback(TrainerCallback):
             try:
                 self._token_ids.append(writer.write(prompt))
             except BadRow as error:
-                raise DataError(f"{place}: {error.detail}") from error
+                raise DataError(error.detail, where=place) from error
             check_length(model, len(self._token_ids[-1]), max_new_tokens, place)
         self._generator = Generator(model, tokenizer, max_new_tokens, writer.find_stop_ids())
         self._batches = plan_batches(
@@ -272,11 +278,11 @@ class SampleCallback(TrainerCallback):
         )
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if dist.get_rank() == 0:  # what another run left, and what was noted of steps that are run again
+        if dist.get_rank() == 0:  # lines of another run, or of steps that run again
             cut_lines(self._path, state.global_step or None)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        with _set_aside(self._model):
+        with _in_eval_mode(self._model):
             answers = answer_shared(self._generator, self._token_ids, self._batches, seed=0)
         if dist.get_rank() != 0 or not answers:
             return
@@ -292,8 +298,8 @@ class SampleCallback(TrainerCallback):
 
 
 @contextmanager
-def _set_aside(model: PeftModel) -> Iterator[None]:
-    """While the body runs, `model` is in eval mode; then each module's mode and the random numbers are as before."""
+def _in_eval_mode(model: PeftModel) -> Iterator[None]:
+    """Put `model` in eval mode for the body, then restore each module's mode and the random state."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [model.device] if model.device.type == "cuda" else []
     model.eval()
@@ -307,13 +313,16 @@ def _set_aside(model: PeftModel) -> Iterator[None]:
 
 def _check_out(options: GenerateOptions) -> Path:
     out = Path(options.out).expanduser()
+    problem = None
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"out {options.out}: expected a name in a folder that can be written to, found none such")
-    if out.is_dir():
-        raise ConfigError(f"out {options.out} is a folder: expected the name of a file to write")
+        problem = "a name in a folder that cannot be written to"
+    elif out.is_dir():
+        problem = "a folder"
     prompts = Path(options.prompts).expanduser()
     if out.exists() and prompts.exists() and out.samefile(prompts):
-        raise ConfigError(f"out {options.out} is the file of the prompts itself: expected another name")
+        problem = "the file of the prompts itself"
+    if problem is not None:
+        raise ConfigError(option="out", expected="a file to write", found=f"{options.out}, {problem}")
     return out
 
 
@@ -326,15 +335,14 @@ def _count_cached_tokens(options: GenerateOptions, prompts: Sequence[Prompt]) ->
 
 
 def _plan_rows(options: GenerateOptions, model: PeftModel) -> Callable[[int], int]:
-    """Return how many rows of a length a rank takes at once: what was asked for, or what fits the rank with the least.
+    """Return how many rows of a length a rank takes at once: `batch_size`, or what the rank with least memory holds.
 
     Ranks: collective over all ranks.
     """
     if options.batch_size != "auto":
-        asked = options.batch_size
-        return lambda length: asked
-    env = read_launcher_env()
-    ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
+        num_rows = options.batch_size
+        return lambda length: num_rows
+    ranks_per_node = dist.find_node_size() or dist.get_world_size()
     free_bytes = min(dist.gather_objects(measure_free_bytes(model.device, ranks_per_node)))
     dtype = model.get_base_model().dtype
 
@@ -351,22 +359,19 @@ def _explained_shortage(batches: Sequence[Sequence[Sequence[int]]]) -> Iterator[
     try:
         yield
     except torch.OutOfMemoryError as error:
-        advice = f"give --batch_size {most // 2}" if most > 1 else "lower max_new_tokens, or rest the base elsewhere"
-        raise ConfigError(f"a batch of up to {most} rows a rank does not fit in memory: {advice}") from error
-
-
-def _tell(rank: int, column: str, prompts: Sequence[Prompt]) -> Callable[[int], None]:
-    return lambda num_done: say(rank, f"{column}: {num_done} of {len(prompts)} prompts answered")
+        fix = f"give --batch_size {most // 2}" if most > 1 else "lower max_new_tokens, or choose another --placement"
+        problem = f"a batch of up to {most} rows on a rank does not fit in memory"
+        raise ConfigError(problem, option="batch_size", fix=fix) from error
 
 
 def _build_row(row: dict[str, Any], answers: dict[str, str]) -> dict[str, Any]:
-    """Return a row with its answers; a completion that it came with is kept beside them."""
+    """Return a row with its answers; a completion that it had is kept as `expected_completion`."""
     kept = {f"expected_{name}" if name in answers else name: value for name, value in row.items()}
     return kept | answers
 
 
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows to a file, all or nothing; where its disk does not take them, the work of hours goes elsewhere."""
+    """Write rows to a file, all or nothing; if its disk refuses them, write the work of hours elsewhere."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
         replace_text(path, text)
@@ -374,9 +379,9 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         descriptor, spare = tempfile.mkstemp(prefix="lorashard-answers-", suffix=".jsonl")
         os.close(descriptor)
         Path(spare).write_text(text, encoding="utf-8")
-        raise ConfigError(
-            f"out {path} cannot be written ({describe_fault(error, path.parent)}): the answers are in {spare}"
-        ) from error
+        reason = describe_fault(error, path.parent)
+        fix = f"the answers are in {spare}"
+        raise ConfigError(f"cannot be written: {reason}", option="out", where=path, fix=fix) from error
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

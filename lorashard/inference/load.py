@@ -19,10 +19,10 @@ def load_for_use(adapter: str, options: UseOptions, num_cached_tokens: int) -> P
     """Return the adapter on its base, in eval mode.
 
     Args:
-        num_cached_tokens: tokens of all rows for which there is to be room in the key-value cache.
+        num_cached_tokens: tokens, of all rows together, that the key-value cache must have room for.
 
     Raises:
-        UserError: as for `load_adapter`, or it is no adapter of a causal language model.
+        UserError: as for `load_adapter`, or the adapter is not one of a causal language model.
 
     Ranks: collective over all ranks.
     """
@@ -38,31 +38,29 @@ def load_for_use(adapter: str, options: UseOptions, num_cached_tokens: int) -> P
         quantization=options.quantization,
         allow_base_mismatch=options.allow_base_mismatch,
         num_cached_tokens=num_cached_tokens,
-        **options.placement_options(),
+        placement=options,
     )
 
 
 def check_is_causal(folder: Path, config: PeftConfig) -> None:
-    """Refuse an adapter that does not answer.
+    """Refuse an adapter that generates no text.
 
     Raises:
         ConfigError: it is for another task.
     """
     if config.task_type not in (None, TaskType.CAUSAL_LM):
-        raise ConfigError(
-            f"{folder}: expected an adapter of a causal language model, found task_type {config.task_type}"
-        )
+        found = f"task_type {config.task_type}"
+        raise ConfigError(where=folder, expected="an adapter of a causal language model", found=found)
 
 
 def load_saved_tokenizer(adapter: str, options: UseOptions) -> PreTrainedTokenizerBase:
     """Return the tokenizer that was saved with an adapter, or else its base's.
 
     Raises:
-        UserError: there is none.
+        UserError: neither has one.
     """
     folder = find_adapter(adapter)
-    has_own = (folder / "tokenizer_config.json").is_file()
-    if has_own:
+    if (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(str(folder), None, options.trust_remote_code)
     base, revision = find_base(folder, read_config(folder), options.base, options.model_revision)
     return load_tokenizer(base, revision, options.trust_remote_code)

@@ -139,7 +139,7 @@ def _explain_no_tickets(error: Exception, is_queued: bool) -> None:
     message = f"{find_folder()} cannot hold the tickets of runs ({reason})"
     advice = f"set {FOLDER_VARIABLE} to a folder on a local disk"
     if is_queued:
-        raise ConfigError(f"queue: {message}: {advice}, or leave queue out") from error
+        raise ConfigError(message, option="queue", fix=f"{advice}, or leave queue out") from error
     warn(f"{message}, so queued runs will not wait for this one: {advice}")
 
 

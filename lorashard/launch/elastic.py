@@ -204,12 +204,12 @@ def _watch(elastic: Future[Any], signals: Signals, notes_dir: Path, grace_s: int
         elif signals.is_save_asked and find_pids(notes_dir):
             # One rank is asked, and agrees with the others: of these one that heard late would save again a step later.
             signals.is_save_asked = False
-            tell(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and going on")
+            tell(f"{SAVE_SIGNAL.name}: saving a checkpoint at the end of the step, and continuing")
             _send(SAVE_SIGNAL, notes_dir, set(sorted(find_pids(notes_dir))[1:]))
 
 
 def _continue_stopped(pids: Sequence[int]) -> None:
-    """Let stopped ranks go on where another has ended, to hear elastic's SIGTERM: it would wait 30 s for them."""
+    """Let stopped ranks continue where another has ended, to hear elastic's SIGTERM: it would wait 30 s for them."""
     states = {}
     for pid in pids:
         with suppress(psutil.NoSuchProcess):

@@ -13,7 +13,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from ..config.base_options import BaseOptions, RankOptions
+from ..config.base_options import OPTIONS_FILE, BaseOptions, RankOptions
 from ..config.run_config import RunConfig
 from ..errors import ConfigError, RunStopped
 from ..runs.lock import lock_run
@@ -43,12 +43,11 @@ _LOOK_S = 0.2
 _RUN_FILES = ("metrics.jsonl", "adapter_config.json", "adapter_model.safetensors")
 
 
-def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
+def finetune(config: RunConfig) -> int:
     """Train: in this process if a launcher started it, else in ranks that are started here.
 
     Args:
         config: The resolved configuration.
-        arguments: The words of the command line that say the same to a rank, such as `["finetune", "--cpu", "2"]`.
 
     Returns:
         The exit code: 0; 1 for a crash; 2 for a user's mistake; 75 where it saved and stopped as a signal asked;
@@ -91,7 +90,7 @@ def finetune(config: RunConfig, arguments: Sequence[str]) -> int:
                 print(f"lorashard: {choice.note}", file=sys.stderr)
             logs_dir = prepare_logs_dir(config)
             status.enter("start")
-        command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
+        command = build_rank_command("finetune", config, logs_dir)
         return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals, status)
 
 
@@ -129,13 +128,21 @@ def _draw(folder: Path, bar: LiveBar) -> None:
         show_status(said, bar)
 
 
-def run_command(
-    options: BaseOptions, arguments: Sequence[str], work: Callable[[], None], is_interactive: bool = False
-) -> int:
+def build_rank_command(name: str, options: RankOptions, folder: Path) -> list[str]:
+    """Return the command line of a rank: `lorashard NAME --options_file FILE`, of which FILE is written in `folder`.
+
+    So the ranks take the options that were resolved here, and parse nothing again.
+    """
+    file = folder / "options.json"
+    options.to_file(file)
+    return [sys.executable, *find_python_flags(), "-m", "lorashard", name, OPTIONS_FILE, str(file)]
+
+
+def run_command(name: str, options: BaseOptions, work: Callable[[], None], is_interactive: bool = False) -> int:
     """Do a command's work: here if a launcher started this process or one rank is enough, else in ranks.
 
     Args:
-        arguments: The words of the command line that say the same to a rank.
+        name: Of the command.
         work: Each rank's part; its result goes through `output.give`.
         is_interactive: Rank 0 reads this process's stdin and writes to its stdout, through the pipes `stdin` and
             `stdout` beside the result file.
@@ -163,8 +170,8 @@ def run_command(
     if choice.num_ranks == 1:
         work()
         return 0
-    command = [sys.executable, *find_python_flags(), "-m", "lorashard", *arguments]
     logs_dir = Path(tempfile.mkdtemp(prefix="lorashard-"))
+    command = build_rank_command(name, options, logs_dir)
     result_file = logs_dir / "result"
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
     try:
@@ -198,8 +205,9 @@ def take_place(options: RankOptions, launcher: Launcher) -> str:
 def _train_here(config: RunConfig, launcher: Launcher) -> None:
     if config.queue and not launcher.is_lorashard:
         raise ConfigError(
-            "queue: torchrun or accelerate launch has started these ranks already: leave queue out, or start the run "
-            "with lorashard finetune alone"
+            "torchrun or accelerate launch has started these ranks already",
+            option="queue",
+            fix="leave it out, or start the run with lorashard finetune alone",
         )
     stop = StopRequest()
     stop.install(launcher.is_lorashard)
@@ -230,7 +238,7 @@ def _writes_folder(config: RunConfig, launcher: Launcher) -> bool:
 
 
 def go_on(config: RunConfig) -> RunConfig:
-    """Return what a run that is started again does: it goes on with its own checkpoints, where it had come so far.
+    """Return what a run that is started again does: it continues with its own checkpoints, where it had come so far.
 
     What it was told to do with an earlier run's (resume elsewhere, overwrite) holds until it has begun to train, and a
     checkpoint from elsewhere until there is one of its own.
@@ -253,10 +261,14 @@ def check_folder(config: RunConfig) -> None:
     """
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file: expected a folder, or a name that is free")
+        raise ConfigError(option="output_dir", expected="a folder, or a name that is free", found=f"{folder}, a file")
     there = find_existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {folder} cannot be made: {there} is no folder that can be written to")
+        raise ConfigError(
+            option="output_dir",
+            expected="a folder that can be made",
+            found=f"{folder}, and {there} cannot be written to",
+        )
 
 
 def check_output_dir(config: RunConfig) -> None:
@@ -274,13 +286,16 @@ def check_output_dir(config: RunConfig) -> None:
     found += sorted(path.name for path in folder.glob("checkpoint-*"))
     if found:
         raise ConfigError(
-            f"output_dir {folder} holds another run ({found[0]}): choose another folder, go on with "
-            "--resume_from_checkpoint true, or start anew with --overwrite_output_dir"
+            option="output_dir",
+            expected="a folder without a run",
+            found=f"another run in {folder} ({found[0]})",
+            fix="choose another folder, resume with --resume_from_checkpoint true, or start anew with "
+            "--overwrite_output_dir",
         )
 
 
 def prepare_logs_dir(config: RunConfig) -> Path:
-    """Make the folder of the ranks' logs; a run that is resumed goes on with its logs, another begins new ones.
+    """Make the folder of the ranks' logs; a run that is resumed continues with its logs, another begins new ones.
 
     Raises:
         ConfigError: The folder cannot be made.
@@ -289,7 +304,9 @@ def prepare_logs_dir(config: RunConfig) -> Path:
     try:
         logs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir {config.output_dir} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            "it cannot be made", option="output_dir", found=error.strerror, where=config.output_dir
+        ) from error
     if not resumes_in_place(config):
         for log in logs_dir.glob("rank_*.log"):
             log.unlink()
@@ -301,8 +318,8 @@ def _check_torch_sees_gpus() -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"there are GPUs, but the installed torch {torch.__version__} cannot use them: install a build that suits "
-            "the driver, or give --cpu N"
+            f"there are GPUs, but the installed torch {torch.__version__} cannot use them",
+            fix="install a build that suits the driver, or give --cpu N",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the tensors of a saved adapter tell by themselves, without a base."""
+"""What can be checked of a saved adapter's tensors without its base."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-# What wrappers leave in keys that plain PEFT then fails to find, and silently initializes anew.
+# What wrappers leave in keys: plain PEFT does not find these, and silently leaves the tensors as initialized.
 _WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.base_model.")
 
 
@@ -25,5 +25,5 @@ def find_not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def find_lora_b(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return every layer's lora_B: zero before training, and where it still is, the layer adds nothing."""
+    """Return every layer's lora_B, which is zero before training: a layer where it still is adds nothing."""
     return {name: tensor for name, tensor in tensors.items() if "lora_B" in name or "lora_embedding_B" in name}

@@ -1,4 +1,4 @@
-"""Tell the adapter's tensors from the base's in a PEFT model."""
+"""Put an adapter on a model, and find its tensors among the base's."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftMo
     """Put a new adapter on `model`, as `get_peft_model` does.
 
     Raises:
-        ConfigError: PEFT cannot: modules or layers that the model has not, a kind of adapter that has no place in it,
-            or one that writes into the base.
+        ConfigError: PEFT cannot: the model lacks the modules or layers, the kind of adapter does not fit it, or it
+            writes into the base.
     """
     _check_layers(model, config)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for a name that transformers has changed
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a name that transformers has changed
         try:
             return get_peft_model(model, without_loftq(config), **options)
         except ShardError as error:
-            raise ConfigError(f"PEFT rewrites the base to make this adapter, and it is read-only: {error}") from error
+            raise ConfigError(
+                f"PEFT rewrites the base to make this adapter, and it is read-only: {error.problem}", fix=error.fix
+            ) from error
         except (ValueError, TypeError, AttributeError, RuntimeError, ImportError, re.error) as error:
             raise ConfigError(
                 f"PEFT cannot put this adapter on {type(model).__name__}: {' '.join(str(error).split())}"
@@ -52,19 +54,20 @@ def _check_layers(model: PreTrainedModel, config: PeftConfig) -> None:
     for index in [wanted] if isinstance(wanted, int) else wanted:
         if not 0 <= index < num_layers:
             raise ConfigError(
-                f"layers_to_transform: expected numbers from 0 to {num_layers - 1}, the decoder layers of "
-                f"{type(model).__name__}; found {index}"
+                option="layers_to_transform",
+                expected=f"decoder layers of {type(model).__name__}, from 0 to {num_layers - 1}",
+                found=index,
             )
 
 
 def check_coverage(model: PeftModel, config: PeftConfig) -> None:
-    """Refuse a new adapter that leaves out a part that it names: PEFT adapts the others and goes on.
+    """Refuse a new adapter that names modules which the model lacks: PEFT would adapt the others alone.
 
     Args:
-        config: as it was before the adapter was made of it.
+        config: as it was before the adapter was made.
 
     Raises:
-        ConfigError: naming the part, and what is nearest to it.
+        ConfigError: with the name, and the nearest that the model has.
     """
     paths = [name for name, _ in model.get_base_model().named_modules() if name]
     modules = {name.rpartition(".")[2] for name in paths}
@@ -86,15 +89,16 @@ def check_coverage(model: PeftModel, config: PeftConfig) -> None:
             nearest = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
             hint = f"did you mean '{nearest[0]}'?" if nearest and nearest[0] != name else "leave it out"
             raise ConfigError(
-                f"{option}: found nothing to adapt under the name '{name}' in "
-                f"{type(model.get_base_model()).__name__}: {hint}"
+                f"found nothing to adapt under the name '{name}' in {type(model.get_base_model()).__name__}",
+                option=option,
+                fix=hint,
             )
 
 
 def find_adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return every parameter that PEFT added, of active and inactive adapters, and every one that trains."""
     found = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if isinstance(model, PeftModel):  # what it holds around the base, such as the embeddings of a prompt
+    if isinstance(model, PeftModel):  # outside the base, such as the embeddings of a prompt
         found |= set(model.parameters()) - set(model.get_base_model().parameters())
     for layer in model.modules():
         if isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
@@ -128,6 +132,6 @@ def _parameters_at(layer: nn.Module, dotted_name: str) -> set[nn.Parameter]:
 
 
 def base_test(model: nn.Module) -> Callable[[nn.Parameter], bool]:
-    """Return a function that tells whether a parameter of `model` belongs to its frozen base."""
+    """Return a function: whether a parameter of `model` belongs to its frozen base."""
     adapter = find_adapter_parameters(model)
     return lambda parameter: isinstance(parameter, Placeholder) or parameter not in adapter

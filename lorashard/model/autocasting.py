@@ -1,4 +1,4 @@
-"""Say once that autocast to bfloat16 is slow where the device has no instructions for it."""
+"""Warn once that autocast to bfloat16 is slow where the device has no instructions for it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _logger = logging.getLogger(__name__)
 
 
 def warn_of_autocast(layer: nn.Module) -> Callable[[], None]:
-    """Let rank 0 warn if the first forward with gradients on a CPU, which has no bfloat16, is under autocast to it.
+    """Let rank 0 warn if the first forward with gradients on a CPU without bfloat16 is under autocast to it.
 
     A script that takes float32 from `dtype="auto"` has autocast all the same if it leaves TRL's `bf16=True` in place.
 
-    Returns what takes the hook off again.
-
     Args:
-        layer: the first decoder layer, inside of what accelerate puts under autocast.
+        layer: the first decoder layer, inside what accelerate runs under autocast.
+
+    Returns:
+        What takes the hook off again.
     """
 
     def check(_: nn.Module, args: tuple[object, ...]) -> None:

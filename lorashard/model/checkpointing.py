@@ -1,19 +1,21 @@
-"""Activation checkpointing for some of the decoder layers, where memory is left for the others to keep their own."""
+"""Activation checkpointing for some of the decoder layers, where there is memory for the others' activations."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..config.placement import check_num_layers
 from ..errors import ConfigError
+from .patches import wrap_method
 from .stacks import find_layers
 from .units import spread
+
+_OPTION = "activation_checkpointing_layers"
 
 
 def checkpoint_some(model: PeftModel, num_layers: int) -> None:
@@ -24,30 +26,33 @@ def checkpoint_some(model: PeftModel, num_layers: int) -> None:
     Raises:
         ConfigError: there are fewer decoder layers, or they do not checkpoint themselves as transformers' own do.
     """
-    stack = find_layers(model)
-    check_num_layers("activation_checkpointing_layers", num_layers, len(stack))
-    if any(not hasattr(layer, "gradient_checkpointing") for layer in stack):
+    layers = find_layers(model)
+    check_num_layers(_OPTION, num_layers, len(layers))
+    if any(not hasattr(layer, "gradient_checkpointing") for layer in layers):
         raise ConfigError(
-            f"activation_checkpointing_layers: {type(stack[0]).__name__} does not checkpoint itself as transformers' "
-            "layers do; leave the option out"
+            f"{type(layers[0]).__name__} does not checkpoint itself as transformers' layers do",
+            option=_OPTION,
+            fix="leave the option out",
         )
-    base: Any = model.get_base_model()
-    assert isinstance(base, PreTrainedModel)
-    base._set_gradient_checkpointing = _narrow(base._set_gradient_checkpointing, stack, num_layers)
+    wrap_method(model.get_base_model(), "_set_gradient_checkpointing", partial(_switch, layers, num_layers))
 
 
-def _narrow(original: Any, stack: Sequence[nn.Module], num_layers: int) -> Any:
-    @functools.wraps(original)
-    def switch(enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        if enable and kwargs.get("every_n_layers", 1) != 1:
-            raise ConfigError(
-                f"activation_checkpointing_layers: {num_layers} and every_n_layers: {kwargs['every_n_layers']} both "
-                "say which layers are recomputed; leave one of them out"
-            )
-        original(enable, *args, **kwargs)
-        if enable:
-            chosen = spread(stack, num_layers)
-            for layer in stack:
-                layer.gradient_checkpointing = any(layer is one for one in chosen)  # type: ignore[assignment]
-
-    return switch
+def _switch(
+    layers: Sequence[nn.Module],
+    num_layers: int,
+    original: Callable[..., None],
+    enable: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if enable and kwargs.get("every_n_layers", 1) != 1:
+        raise ConfigError(
+            f"{num_layers}, and every_n_layers: {kwargs['every_n_layers']}, both say which layers are recomputed",
+            option=_OPTION,
+            fix="leave one of them out",
+        )
+    original(enable, *args, **kwargs)
+    if enable:
+        chosen = spread(layers, num_layers)
+        for layer in layers:
+            layer.gradient_checkpointing = layer in chosen  # type: ignore[assignment]

@@ -1,10 +1,9 @@
 """Compile what a decoder layer computes, and nothing of what surrounds it.
 
 Note [Hooks outside, compute inside]
-    A layer's `forward` is compiled, not its call: gathers, slots and saved handles stay in the eager world, and to the
-    compiler a unit's weights are inputs like any others. So one graph serves all layers that are alike, wherever their
-    weights rest and in whatever slot they are. A module wrapped by torch.compile would rename the adapter's keys; here
-    no module changes.
+    A layer's `forward` is compiled, not its call: gathers, slots and saved handles run in eager mode, and to the
+    compiler a unit's weights are inputs like any others. So one graph serves all layers of one class, in whatever slot
+    their weights are. torch.compile of a module would rename the adapter's keys; here the module stays.
 
     transformers checkpoints a layer's `forward` too, by way of its class. The compiled one is that of a subclass, which
     transformers wraps like any other: the checkpoint stays outside, and recomputes by the same compiled code.
@@ -16,6 +15,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from torch import nn
 from transformers import modeling_layers
 from transformers.cache_utils import Cache
 
-from ..config.quantization_options import Quantization, explain_compiling
+from ..config.quantization_options import Quantization, check_compiling
 from ..errors import ConfigError
+from .patches import extend_classes
 
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -44,37 +45,27 @@ def read_compile_options(
     """
     if torch_compile is False:
         return None
-    refuse_quantized(quantization)
+    # Dynamo cannot pass a `QuantizedWeight` on to an operation, so that each linear layer would end a graph; where it
+    # leaves the unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
+    check_compiling(quantization)
     options = {} if torch_compile is True else dict(torch_compile)
     has_cuda_graphs = options.get("mode") in _CUDA_GRAPH_MODES or (options.get("options") or {}).get(
         "triton.cudagraphs"
     )
     if has_cuda_graphs or options.get("backend") == "cudagraphs":
         raise ConfigError(
-            f"torch_compile: {options} asks for CUDA graphs, which read weights at one address, and a sharded weight "
-            "comes into one slot or another: expected mode default or max-autotune-no-cudagraphs"
+            "CUDA graphs read weights at one address, and a sharded weight may be in any slot",
+            option="torch_compile",
+            expected="mode default or max-autotune-no-cudagraphs",
+            found=options,
         )
     try:
         torch.compile(_nothing, **options)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"torch_compile: {' '.join(str(error).split())}") from error
+        raise ConfigError(" ".join(str(error).split()), option="torch_compile") from error
     if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
         _check_cpp_compiler()
     return options
-
-
-def refuse_quantized(quantization: Quantization | None) -> None:
-    """Refuse to compile layers whose weights are packed.
-
-    Dynamo cannot pass a `Packed` on to an operation, so that each linear layer would end a graph; where it leaves the
-    unpacking itself to AOTAutograd, that fails on the views of a slot's bytes (torch 2.13).
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    reason = explain_compiling(quantization)
-    if reason is not None:
-        raise ConfigError(reason)
 
 
 def _nothing() -> None:
@@ -89,13 +80,14 @@ def _check_cpp_compiler() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ConfigError(
-            "torch_compile: torch's inductor needs a C++ compiler for the CPU and finds none: install g++, name one in "
-            "CXX, or leave torch_compile out"
+            "torch's inductor needs a C++ compiler for the CPU, and finds none",
+            option="torch_compile",
+            fix="install g++, name one in CXX, or leave torch_compile out",
         ) from error
 
 
 def compile_layers(layers: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
-    """Compile the `forward` of each of `layers`, by subclasses that are otherwise the same classes.
+    """Compile the `forward` of each of `layers`, in subclasses of their classes.
 
     Compilation itself happens in the first forwards. See [Hooks outside, compute inside].
 
@@ -105,20 +97,19 @@ def compile_layers(layers: Iterable[nn.Module], options: Mapping[str, Any]) -> N
     Raises:
         ConfigError: a layer's forward has been replaced on the instance, which would leave the class's unused.
     """
-    classes: dict[type, type] = {}
+    layers = list(layers)
     for layer in layers:
-        original = type(layer)
         if "forward" in vars(layer):
             raise ConfigError(
-                f"torch_compile: expected a {original.__name__} with its class's forward, found one that is replaced "
-                "already: leave torch_compile out, or whatever else wraps the layers"
+                expected=f"a {type(layer).__name__} with its class's forward",
+                found="one that is replaced already",
+                option="torch_compile",
+                fix="leave torch_compile out, or whatever else wraps the layers",
             )
-        if original not in classes:  # the compiler's guards tell classes apart: a shared one shares its graphs
-            classes[original] = _compile_class(original, options)
-        layer.__class__ = classes[original]
+    extend_classes(layers, partial(_compile_forward, options))
 
 
-def _compile_class(original: type[nn.Module], options: Mapping[str, Any]) -> type:
+def _compile_forward(options: Mapping[str, Any], original: type[nn.Module]) -> dict[str, Any]:
     plain: Any = original.forward
     while plain.__globals__ is vars(modeling_layers):  # what checkpoints it, which must stay outside
         plain = plain.__wrapped__
@@ -130,7 +121,7 @@ def _compile_class(original: type[nn.Module], options: Mapping[str, Any]) -> typ
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Cache) for value in itertools.chain(args, kwargs.values())):
-            # A cache indexed by the layer's number, growing by each token, is another graph each time.
+            # A cache that is indexed by layer, and grows with each token, needs another graph each time.
             if torch.is_grad_enabled():
                 warnings.warn(
                     "torch_compile: layers that fill a key-value cache run uncompiled; train with use_cache=False",
@@ -140,5 +131,4 @@ def _compile_class(original: type[nn.Module], options: Mapping[str, Any]) -> typ
         with uncut:
             return compiled(self, *args, **kwargs)
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), namespace)
+    return {"forward": forward}

@@ -1,9 +1,8 @@
-"""Units that no file holds as they are kept, converted once and written as files that can be mapped or read in part."""
+"""Units that no file holds in the form they are kept in, converted once into files that can be mapped or read."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -19,19 +18,18 @@ from ..errors import CheckpointError
 from ..runtime.progress import Progress, told_progress
 from ..weights.build_once import make_once
 from ..weights.fingerprint import BaseIdentity, find_cache_dir, hash_file
-from .sources import Source, fill_shard, plan_unit
+from .sources import MemorySource, fill_shard, plan_unit
 from .units import FoundUnit
 
-# Count up when the same files give other bytes than before: another way of quantizing among them.
+# Increment it when the same files give other bytes than before, such as by a change in quantizing.
 _RECIPE_VERSION = 1
-_PIECE_BYTES = 16 * 2**20
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Purpose:
-    """What asks for converted units, and what to do where they cannot be written."""
+    """The option that needs converted units, and what to do where they cannot be written."""
 
     asked_by: str
     instead: str
@@ -54,13 +52,12 @@ def hash_content(files: Sequence[Path], identity: BaseIdentity | None) -> list[s
 class ConvertedUnits:
     """A folder with a file for each of some units: its buffer, unsharded.
 
-    Its name is made of what the bytes are made of: the checkpoint's content, where each tensor sits, the formats and
-    the dtype of what is quantized, and the version of transformers, whose conversions decide. It is renamed when it is
-    complete, so one that is there is whole. A tensor's place in a buffer does not depend on the number of shards, so a
-    shard is a range of a file.
+    Its name is a hash of all that the bytes depend on: the checkpoint's content, the place of each tensor, the formats
+    and the dtype of what is quantized, and the version of transformers, for its conversions. It gets its name when it
+    is complete. A tensor's place in a buffer does not depend on the number of shards, so a shard is a range of a file.
     """
 
-    def __init__(self, units: Sequence[FoundUnit], source: Source, content: Sequence[str]) -> None:
+    def __init__(self, units: Sequence[FoundUnit], source: MemorySource, content: Sequence[str]) -> None:
         """Name the units; nothing is read or written.
 
         Args:
@@ -83,7 +80,7 @@ class ConvertedUnits:
         return self.folder.is_dir()
 
     def find(self, unit: FoundUnit) -> Path | None:
-        """Return the file that is a unit's buffer; None for one that is not among these."""
+        """Return the file with a unit's buffer; None for one that is not among these."""
         return self.folder / unit.name if unit.name in self._units else None
 
     def read_shard(self, unit: FoundUnit, layout: Layout, rank: int, shard: torch.Tensor) -> None:
@@ -92,35 +89,37 @@ class ConvertedUnits:
         Raises:
             CheckpointError: the file is damaged.
 
-        Memory: on CUDA 16 MiB of the file at a time.
+        Memory: on CUDA the shard on the host.
         """
         file = self.folder / unit.name
-        whole_bytes = plan_unit(unit, 1).total_bytes
-        begin, end = rank * layout.shard_bytes, min(whole_bytes, (rank + 1) * layout.shard_bytes)
+        total_bytes = plan_unit(unit, 1).total_bytes
+        begin = rank * layout.shard_bytes
+        count = max(0, min(total_bytes - begin, layout.shard_bytes))
+        staging = shard[:count] if shard.device.type == "cpu" else torch.empty(count, dtype=torch.uint8)
         try:
-            with file.open("rb", buffering=0) as stream:
-                if os.fstat(stream.fileno()).st_size != whole_bytes:
-                    raise CheckpointError(f"{file} is damaged: delete the folder {self.folder}, and it is made anew")
+            with file.open("rb") as stream:
                 stream.seek(begin)
-                for position in range(begin, end, _PIECE_BYTES):
-                    target = shard[position - begin : min(position + _PIECE_BYTES, end) - begin]
-                    piece = target if target.device.type == "cpu" else torch.empty(len(target), dtype=torch.uint8)
-                    _read_exactly(stream, piece)
-                    if piece is not target:
-                        target.copy_(piece)
+                num_read = stream.readinto(memoryview(staging.numpy()))  # type: ignore[arg-type]
+                is_complete = num_read == count and os.fstat(stream.fileno()).st_size == total_bytes
         except OSError as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error.strerror or error}): delete the folder {self.folder}, and it is made "
-                "anew"
-            ) from error
+            raise self._damaged(file, error.strerror or error) from error
+        if not is_complete:
+            raise self._damaged(file, "of another size")
+        if staging.device != shard.device:
+            shard[:count].copy_(staging)
+
+    def _damaged(self, file: Path, reason: object) -> CheckpointError:
+        return CheckpointError(
+            f"it is damaged ({reason})", where=file, fix=f"delete the folder {self.folder}, and it is made again"
+        )
 
     def make(self, device: torch.device, purpose: Purpose, progress: Progress | None = None) -> None:
         """Write the files, if they are not there.
 
         Args:
             device: where weights are quantized.
-            progress: told how many "units converted" there are, whichever process converts; by default the person is,
-                by that process.
+            progress: called with how many "units converted" there are, whichever process converts; by default that
+                process shows it on stderr.
 
         Raises:
             CheckpointError: there is no room for them.
@@ -133,16 +132,19 @@ class ConvertedUnits:
         def check_room(free_bytes: int) -> None:
             if free_bytes < self.num_bytes:
                 raise CheckpointError(
-                    f"{purpose.asked_by} has to keep {self.num_bytes / 2**30:.1f} GiB of converted weights in "
-                    f"{parent}, where {free_bytes / 2**30:.1f} GiB are free: {_remedy(purpose)}"
+                    f"{purpose.asked_by} has to keep converted weights",
+                    expected=f"room for {self.num_bytes / 2**30:.1f} GiB",
+                    found=f"{free_bytes / 2**30:.1f} GiB",
+                    where=parent,
+                    fix=_remedy(purpose),
                 )
             _logger.warning("converting %.1f GiB of weights once, into %s", self.num_bytes / 2**30, self.folder)
 
         def fill(partial: Path) -> None:
-            with told_progress("converting weights", given=progress) as tell:
-                for number, unit in enumerate(self._units.values(), start=1):
+            with told_progress("converting weights", given=progress) as report:
+                for count, unit in enumerate(self._units.values(), start=1):
                     _write(unit, self._source, partial / unit.name, device)
-                    tell(number, len(self._units), "units converted")
+                    report(count, len(self._units), "units converted")
 
         def look(partials: list[Path]) -> None:
             if progress is not None:
@@ -153,13 +155,14 @@ class ConvertedUnits:
             make_once(self.folder, check_room, fill, look)
         except OSError as error:
             raise CheckpointError(
-                f"the converted weights could not be written to {parent} ({error.strerror or error}): "
-                f"{_remedy(purpose)}"
+                f"the converted weights could not be written ({error.strerror or error})",
+                where=parent,
+                fix=_remedy(purpose),
             ) from error
 
 
 def _describe(unit: FoundUnit) -> list[str]:
-    """Return all that says how a unit's bytes are made of the checkpoint's."""
+    """Return all that a unit's bytes depend on beside the checkpoint's."""
     formats = [f"{w.name}: {w.quantizer} of {w.parameter.dtype}" for w in unit.weights if w.quantizer is not None]
     return [repr(field) for field in plan_unit(unit, 1).fields] + formats
 
@@ -168,20 +171,9 @@ def _remedy(purpose: Purpose) -> str:
     return f"make room, set HF_HOME to a folder that you may write to, or {purpose.instead}"
 
 
-def _write(unit: FoundUnit, source: Source, file: Path, device: torch.device) -> None:
+def _write(unit: FoundUnit, source: MemorySource, file: Path, device: torch.device) -> None:
     layout = plan_unit(unit, 1)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     fill_shard(buffer, layout, unit, source, 0, device)
     with file.open("wb") as stream:
         stream.write(memoryview(buffer.numpy()))  # type: ignore[arg-type]
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _read_exactly(stream: io.RawIOBase, out: torch.Tensor) -> None:
-    rest = memoryview(out.numpy())  # type: ignore[arg-type]
-    while len(rest):
-        num_bytes = stream.readinto(rest)
-        if not num_bytes:
-            raise OSError("it ends too early")
-        rest = rest[num_bytes:]

@@ -1,16 +1,15 @@
-"""Embeddings that belong into a saved adapter: those of a vocabulary that was resized are in no file of the base.
+"""Embeddings that belong in a saved adapter: those of a resized vocabulary are in no file of the base.
 
 Note [Who reads the embeddings]
     PEFT saves them where the vocabulary is not that of the base's config. Trainer saves on rank 0 alone, where nothing
-    may be gathered: so each rank keeps a copy on its host when the base is sharded, while it has them whole anyway.
-    Where somebody asks for embeddings that are the base's own (`save_embedding_layers=True`) they are gathered, and
-    ranks that do not all ask are told so.
+    may be gathered: so each rank copies them to its host when the base is sharded, while it has them all anyway.
+    Where a script asks for embeddings that are the base's own (`save_embedding_layers=True`) they are gathered; where
+    not all ranks ask, they all raise an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ Copies = dict[str, torch.Tensor]
 
 
 def is_resized(model: PeftModel) -> bool:
-    """Tell whether the vocabulary of a model in memory is not that of the base it was loaded from, as PEFT tells it.
+    """Return whether the vocabulary of a model in memory is not that of the base it was loaded from, as PEFT does.
 
-    One whose config is not on this machine, or that comes from none, counts as it is.
+    A base whose config is not on this machine counts as not resized.
     """
     base = model.get_base_model()
     name = next((c.base_model_name_or_path for c in model.peft_config.values() if c.base_model_name_or_path), None)
@@ -52,7 +51,7 @@ def _vocab_size(config: PreTrainedConfig) -> int | None:
 
 
 def copy_embeddings(model: PeftModel, structure: Structure) -> Copies:
-    """Return the frozen weights of the embeddings on the host, by name, while they are whole.
+    """Return the frozen weights of the embeddings on the host, by name, while they are unsharded.
 
     Memory: none where they are on the host already, else a copy.
     """
@@ -66,13 +65,13 @@ def copy_embeddings(model: PeftModel, structure: Structure) -> Copies:
 
 
 def _find_modules(model: PeftModel) -> set[nn.Module]:
-    """Return the input and the output embedding and what wraps them; one that trains whole is the adapter's already."""
+    """Return the input and the output embedding and what wraps them; one in `modules_to_save` is in the adapter."""
     base = model.get_base_model()
     if not isinstance(base, PreTrainedModel):
         return set()
     parts = (base.get_input_embeddings(), base.get_output_embeddings())
-    whole = (part for part in parts if part is not None and not isinstance(part, ModulesToSaveWrapper))
-    return {module for part in whole for module in part.modules()}
+    frozen = (part for part in parts if part is not None and not isinstance(part, ModulesToSaveWrapper))
+    return {module for part in frozen for module in part.modules()}
 
 
 class Embeddings:
@@ -80,17 +79,15 @@ class Embeddings:
 
     Attributes:
         are_own: the vocabulary is not that of the base's files; then reading is local.
-        missed: what the state that was loaded last should have held of them.
 
     Memory: the copies of what is sharded, on each rank's host.
     """
 
     def __init__(self, model: PeftModel, engine: Engine, copies: Copies) -> None:
-        """Take `copies` of `copy_embeddings`, where the vocabulary is not that of the base's files; else none."""
+        """Keep `copies` of `copy_embeddings`, where the vocabulary is not that of the base's files; else none."""
         self._model = model
         self._engine = engine
         self.are_own = bool(copies)
-        self.missed: list[str] = []
         resident = {w.placeholder.full_name for unit in engine.units if unit.is_resident for w in unit.weights}
         self._copies = {name: tensor for name, tensor in copies.items() if name not in resident}
 
@@ -98,9 +95,9 @@ class Embeddings:
         """Return where the engine has each weight, by the names in the model: adding an adapter changes them."""
         modules = _find_modules(self._model)
         places = {
-            (owner.module, owner.attribute): (unit, number)
+            (owner.module, owner.attribute): (unit, index)
             for unit in self._engine.units
-            for number, weight in enumerate(unit.weights)
+            for index, weight in enumerate(unit.weights)
             for owner in weight.owners
             if owner.module in modules
         }
@@ -112,78 +109,55 @@ class Embeddings:
         }
 
     def read(self) -> dict[str, torch.Tensor]:
+        """Return the values by name: from the copies if there are any, else gathered, which is then collective."""
         found = self.find()
         values: dict[tuple[Unit, int], torch.Tensor] = {}
-        for unit, number in found.values():
-            name = unit.weights[number].placeholder.full_name
+        for unit, index in found.values():
+            name = unit.weights[index].placeholder.full_name
             if name in self._copies:
-                values[unit, number] = self._copies[name]
+                values[unit, index] = self._copies[name]
         rest = [place for place in dict.fromkeys(found.values()) if place not in values]  # a tied one once
         values |= zip(rest, self._engine.read(rest), strict=True)
         return {name: values[place].clone() for name, place in found.items()}  # safetensors refuses shared memory
 
-    def write(self, place: tuple[Unit, int], value: torch.Tensor) -> None:
-        unit, number = place
-        name = unit.weights[number].placeholder.full_name
+    def take(self, state: dict[str, Any], prefix: str) -> list[str]:
+        """Write the embeddings in a state to where they rest, and remove them from it.
+
+        Returns:
+            The names of those that the state lacks.
+        """
+        found = self.find()
+        there = {place for name, place in found.items() if prefix + name in state}  # a tied one under any of its names
+        for name, (unit, index) in found.items():
+            if prefix + name not in state:
+                continue
+            value, weight = state[prefix + name], unit.weights[index]
+            if weight.format is not None:
+                raise CheckpointError(
+                    expected="embeddings that are not quantized, to read those of a resized vocabulary into them",
+                    where=name,
+                    fix="leave include_input_output_embeddings (has_vocabulary) off",
+                )
+            if value.shape == weight.placeholder.shape:
+                self._write(unit, index, state.pop(prefix + name))
+        return [prefix + name for name, place in found.items() if place not in there]
+
+    def _write(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        name = unit.weights[index].placeholder.full_name
         if name in self._copies:
             self._copies[name] = value.detach().to("cpu", self._copies[name].dtype, copy=True)
-        self._engine.write(unit, number, value)
-
-
-def take_from_states(model: PeftModel, embeddings: Embeddings) -> None:
-    """Let `load_state_dict` read the embeddings of a resized vocabulary.
-
-    Ranks: local, but every rank must load the same.
-    """
-    model.register_load_state_dict_pre_hook(partial(_take, embeddings))
-
-
-def put_into_states(model: PeftModel, embeddings: Embeddings) -> None:
-    """Let `state_dict` hold the embeddings of a resized vocabulary, so that accelerate's `save_state` keeps them.
-
-    A strict `load_state_dict` misses them where they are not there: rows that were drawn anew are others.
-
-    Ranks: local: accelerate asks on each rank, others on rank 0 alone.
-    Memory: a copy in each state.
-    """
-    model.register_state_dict_post_hook(partial(_put, embeddings))
-    model.register_load_state_dict_post_hook(partial(_miss, embeddings))
-
-
-def _put(embeddings: Embeddings, model: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    state.update({prefix + name: value for name, value in embeddings.read().items()})
-
-
-def _miss(embeddings: Embeddings, model: nn.Module, incompatible: Any) -> None:
-    incompatible.missing_keys.extend(embeddings.missed)
-
-
-def _take(embeddings: Embeddings, model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
-    found = embeddings.find()
-    there = {place for name, place in found.items() if prefix + name in state}  # a tied one under any of its names
-    embeddings.missed = [prefix + name for name, place in found.items() if place not in there]
-    for name, place in found.items():
-        if prefix + name not in state:
-            continue
-        value, weight = state[prefix + name], place[0].weights[place[1]]
-        if weight.packing is not None:
-            raise CheckpointError(
-                f"{name}: expected embeddings that are not quantized, to read those of a resized vocabulary into them: "
-                "leave include_input_output_embeddings (has_vocabulary) off"
-            )
-        if value.shape == weight.placeholder.shape:
-            embeddings.write(place, state.pop(prefix + name))
+        self._engine.write(unit, index, value)
 
 
 def put_saved_embeddings(model: PreTrainedModel, folder: Path, device: torch.device) -> dict[str, nn.Parameter]:
-    """Let embeddings in an adapter's file that are of another size than the base's take the places of those.
+    """Replace the base's embeddings by those in an adapter's file, where these are of another size.
 
     Args:
         model: with placeholders for the base, and no adapter yet. Its config gets the size of the vocabulary.
         folder: of the adapter.
 
     Returns:
-        What was put there, by the name of the weight in the base.
+        The new embeddings, by the name of the weight in the base.
 
     Raises:
         CheckpointError: the embedding is of another size and the head is not, or the other way round.
@@ -204,8 +178,10 @@ def put_saved_embeddings(model: PreTrainedModel, folder: Path, device: torch.dev
     sizes = {new.get(old, old).shape[0] for module in parts for _, old in _parameters_of(module)}
     if len(sizes) > 1:
         raise CheckpointError(
-            f"{folder / ADAPTER_NAME} holds embeddings of a vocabulary that was resized, but not all of them (their "
-            f"sizes are {' and '.join(map(str, sorted(sizes)))}): save it again with save_embedding_layers=True"
+            "not all embeddings of the resized vocabulary are there",
+            found=f"sizes {' and '.join(map(str, sorted(sizes)))}",
+            where=folder / ADAPTER_NAME,
+            fix="save it again with save_embedding_layers=True",
         )
     put: dict[str, nn.Parameter] = {}
     for module, path in paths.items():

@@ -1,20 +1,20 @@
-"""Generation on a sharded base: a rank whose answers have ended goes on for the others' sake."""
+"""Generation on a sharded base: a rank whose answers have ended runs forwards until all ranks' have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from peft import PeftModel
 from torch import nn
 from transformers import GenerationMixin
 
 from ..engine import Engine
 from ..errors import ConfigError
+from .patches import wrap_method
+from .stacks import unwrap
 
-# In these transformers' loops do not follow `synced_gpus`: they run a forward for each piece of the rank's own prompt,
-# go on adding tokens to answers that have ended, or never hear of it.
+# With these, transformers' loops do not follow `synced_gpus`.
 _UNSYNCHRONIZED = (
     "prefill_chunk_size",
     "assistant_model",
@@ -25,7 +25,7 @@ _UNSYNCHRONIZED = (
 
 
 def needs_all_ranks(engine: Engine) -> bool:
-    """Tell whether a forward gathers units from other ranks, so that all ranks must run it."""
+    """Return whether a forward gathers units from other ranks, so that all ranks must run it."""
     return any(unit.home.layout.num_shards > 1 for unit in engine.units)
 
 
@@ -34,33 +34,35 @@ def prepare_generation(model: nn.Module, engine: Engine) -> None:
 
     Every call gets transformers' `synced_gpus=True`: each rank runs forwards until all have finished. A caller's own
     value does not count, since it cannot know where the base rests: TRL passes none, and Seq2SeqTrainer passes False
-    wherever neither DeepSpeed nor FSDP is at work.
+    wherever neither DeepSpeed nor FSDP is used.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrap(model)
     if not isinstance(base, GenerationMixin):
         return
     if needs_all_ranks(engine):
-        base.generate = partial(_generate_together, base, base.generate)
+        wrap_method(base, "generate", partial(_generate_together, base))
     if not all(unit.is_resident for unit in engine.units):
-        base.init_continuous_batching = _refuse_continuous_batching
+        wrap_method(base, "init_continuous_batching", _refuse_continuous_batching)
 
 
 def _generate_together(base: GenerationMixin, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    configs = (given, base.generation_config)
     for name in _UNSYNCHRONIZED:
-        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-        if any(value is not None for value in values):
+        if any(getattr(config, name, None) is not None for config in (given, base.generation_config)) or (
+            kwargs.get(name) is not None
+        ):
             raise ConfigError(
-                f"{name}: transformers cannot keep ranks together with it, and the base is sharded over ranks: leave "
-                "it out, or load with placement='replicate' or 'file'"
+                "transformers cannot keep ranks together with it, and the base is sharded over ranks",
+                option=name,
+                fix="leave it out, or load with placement='replicate' or 'file'",
             )
     return generate(*args, **kwargs | {"synced_gpus": True})
 
 
-def _refuse_continuous_batching(*args: object, **kwargs: object) -> None:
+def _refuse_continuous_batching(*args: object, **kwargs: object) -> NoReturn:
     raise ConfigError(
-        "continuous batching (generate_batch, TRL's use_transformers_continuous_batching) runs as many forwards as "
-        "each rank's own requests need, in a thread and on whole weights, but the base is not whole here: leave it "
-        "off, or load with placement='replicate'"
+        "continuous batching runs as many forwards as each rank's own requests need, in a thread and on unsharded "
+        "weights, but the base is sharded",
+        option="use_transformers_continuous_batching (generate_batch)",
+        fix="leave it off, or load with placement='replicate'",
     )

@@ -1,4 +1,4 @@
-"""LoftQ: a LoRA that begins as the best that its rank can do against what quantizing the base has lost."""
+"""LoftQ: a LoRA that is initialized with the best low-rank approximation of the base's quantization error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LOFTQ: Literal["loftq"] = "loftq"
 
 
 def is_loftq(config: PeftConfig) -> bool:
-    """Tell whether an adapter is to begin as LoftQ's."""
+    """Return whether an adapter is to be initialized by LoftQ."""
     return getattr(config, "init_lora_weights", None) == LOFTQ
 
 
 def make_lora(options: Mapping[str, Any]) -> LoraConfig:
-    """Return PEFT's config of these options, whose constructor asks for scipy for LoftQ and then has no use for it."""
+    """Return PEFT's config of these options: for LoftQ its constructor requires scipy, which nothing then uses."""
     config = LoraConfig(**{name: value for name, value in options.items() if value != LOFTQ})
     if options.get("init_lora_weights") == LOFTQ:
         config.init_lora_weights = LOFTQ
@@ -64,15 +64,18 @@ def check_loftq(config: PeftConfig, is_stored_quantized: bool) -> None:
         ("loftq_iter", 1, "more rounds quantize another base than the one in the files"),
     ):
         if given.get(option, only) != only:
-            raise ConfigError(f"loftq_config: expected {option}={only}, found {given[option]}: {reason}")
+            raise ConfigError(reason, option="loftq_config", expected=f"{option}={only}", found=given[option])
     if is_stored_quantized:
         raise ConfigError(
-            "init_lora_weights: 'loftq' compares weights before and after quantization, and this checkpoint is stored "
-            "quantized: use the unquantized model, or init_lora_weights: true"
+            "'loftq' compares weights before and after quantization, and this checkpoint is stored quantized",
+            option="init_lora_weights",
+            fix="use the unquantized model, or init_lora_weights: true",
         )
     for option in ("use_dora", "target_parameters"):
         if getattr(config, option, None):
-            raise ConfigError(f"{option}: LoftQ initializes plain LoRA of linear layers alone: leave one of them out")
+            raise ConfigError(
+                "LoftQ initializes plain LoRA of linear layers alone", option=option, fix="leave one of them out"
+            )
 
 
 @torch.no_grad()
@@ -80,13 +83,13 @@ def initialize_loftq(model: PeftModel, weights: BaseWeights, quantized: Set[str]
     """Give the LoRA of each quantized linear weight the A and B that PEFT's `replace_lora_weights_loftq` computes.
 
     Args:
-        model: with placeholders for the base, whose readers give its numbers as they are computed with.
-        weights: the base before it is quantized, in the dtype that it is computed in.
+        model: with placeholders for the base, whose readers return the dequantized values.
+        weights: the base before it is quantized, in its compute dtype.
         quantized: the names of the weights that are quantized.
         device: where to compute.
 
     Raises:
-        ConfigError: no quantized weight has a LoRA, or a rank is larger than what it adapts.
+        ConfigError: no quantized weight has a LoRA, or a rank is larger than its weight.
 
     Memory: one weight, a few times in float32.
     """
@@ -100,22 +103,28 @@ def initialize_loftq(model: PeftModel, weights: BaseWeights, quantized: Set[str]
         rank = layer.r["default"]
         if rank > min(weight.shape):
             raise ConfigError(
-                f"init_lora_weights: 'loftq' needs a rank of at most {min(weight.shape)} for {path}, found {rank}"
+                f"'loftq' on {path}",
+                option="init_lora_weights",
+                expected=f"a rank of at most {min(weight.shape)}",
+                found=rank,
             )
         assert weight.reader is not None
-        lost = weights.read(weight.full_name).to(device, torch.float32) - weight.reader()
-        found = _low_rank_decomposition(lost.T if getattr(layer, "fan_in_fan_out", False) else lost, reduced_rank=rank)
+        error = weights.read(weight.full_name).to(device, torch.float32) - weight.reader()
+        found = _low_rank_decomposition(
+            error.T if getattr(layer, "fan_in_fan_out", False) else error, reduced_rank=rank
+        )
         layer.lora_A["default"].weight.copy_(found["R"])
         layer.lora_B["default"].weight.copy_(found["L"])
         count += 1
         if layer.scaling["default"] != 1 and count == 1:
             warnings.warn(
-                f"init_lora_weights: 'loftq' makes up for the quantization where lora_alpha equals r; here {path} "
+                f"init_lora_weights: 'loftq' corrects the quantization error where lora_alpha equals r; here {path} "
                 f"scales it by {layer.scaling['default']:g}, as in PEFT",
                 stacklevel=2,
             )
     if not count:
         raise ConfigError(
-            "init_lora_weights: 'loftq' found no quantized weight with a LoRA: expected linear layers of the decoder "
-            "in target_modules"
+            "'loftq' found no quantized weight with a LoRA",
+            option="init_lora_weights",
+            expected="linear layers of the decoder in target_modules",
         )

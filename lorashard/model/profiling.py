@@ -1,4 +1,4 @@
-"""`profile_steps`: a trace of a few steps for each rank, and a page that says where their seconds went."""
+"""`profile_steps`: a trace of a few steps on each rank, and a summary of where their time went."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepProfiler:
         self._begin_wait_s = 0.0
 
     def begin_step(self, step: int) -> None:
-        """Say that a step begins."""
+        """Note that a step begins."""
         if self._profiler is None and self._first <= step <= self._last and not self._is_done:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._begin_wait_s = self._engine.stats().wait_s
@@ -56,12 +56,12 @@ class StepProfiler:
             self._begin_s = time.perf_counter()
 
     def end_step(self, step: int) -> None:
-        """Say that a step has ended."""
+        """Note that a step has ended."""
         if self._profiler is not None and step == self._last:
             self._finish()
 
     def close(self) -> None:
-        """Say that no more steps come."""
+        """Note that no more steps follow."""
         if self._profiler is not None:
             self._finish()
         elif not self._is_done:
@@ -70,7 +70,7 @@ class StepProfiler:
             )
 
     def follow_optimizer(self) -> None:
-        """Take the steps from the optimizer that steps the engine's adapter, where no trainer tells of them."""
+        """Count the steps of the optimizer of the engine's adapter, where no trainer reports them."""
         num_steps = 0
         self.begin_step(1)
 
@@ -111,7 +111,7 @@ class StepProfiler:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Go on without a file that cannot be written: it is not worth the run."""
+        """Warn of a file that cannot be written, which is no reason to stop the run."""
         try:
             write()
         except OSError as error:
@@ -121,21 +121,21 @@ class StepProfiler:
 def sum_up(events: Iterable[Any], total_s: float, exposed_s: float) -> dict[str, float]:
     """Return the seconds of each kind of work in a rank's trace.
 
-    Gathers, copies and all-reduces run beside the computation: their seconds are the device's, or on a CPU those of
-    the threads that did them (a copy there is what happens before the gather is on its way). What they cost is
-    `exposed_s`, the seconds in which the computation waited.
+    Gathers, copies and all-reduces overlap the computation: their seconds are the device's, or on a CPU those of their
+    threads (a copy there is what precedes the start of the gather). Their cost is `exposed_s`, the seconds in which the
+    computation waited.
     """
     events = list(events)
     on_device = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]
     kinds: dict[str, tuple[str, ...]]
-    if on_device:  # a host's range that covers device work is shown on the device too
+    if on_device:  # a host's range around device work is listed on the device too
         work = [event for event in on_device if not event.is_user_annotation]
         kinds = {
             "gather_s": ("nccldevkernel_broadcast", "allgather", "all_gather"),
             "copy_s": ("memcpy htod",),
             "all_reduce_s": ("allreduce",),
         }
-    else:  # gloo's own all-gathers are not the base's, but those of the trainer's figures
+    else:  # gloo's own all-gathers are of the trainer's metrics, not of the base
         work = [event for event in events if event.name.lower().startswith(("gloo:", "unshard "))]
         kinds = {"gather_s": ("gloo:broadcast",), "copy_s": ("unshard ",), "all_reduce_s": ("gloo:all_reduce",)}
     sums = dict.fromkeys(kinds, 0.0)
@@ -148,7 +148,7 @@ def sum_up(events: Iterable[Any], total_s: float, exposed_s: float) -> dict[str,
 
 
 def describe(ranks: Sequence[dict[str, float]], first: int, last: int) -> str:
-    """Return the page: a row a rank, and a sentence about what differs between them."""
+    """Return the summary: a table with a line per rank, and the differences between them."""
     lines = [
         f"# Steps {first} to {last}",
         "",
@@ -157,14 +157,14 @@ def describe(ranks: Sequence[dict[str, float]], first: int, last: int) -> str:
     ]
     for rank, facts in enumerate(ranks):
         lines.append(f"| {rank} | {' | '.join(f'{facts[name]:.3f}' for name in _COLUMNS)} |")
-    lines += ["", "Gathers, copies and all-reduces run beside the computation; what they cost is in the waiting.", ""]
+    lines += ["", "Gathers, copies and all-reduces overlap the computation; their cost is the time spent waiting.", ""]
     compute = [facts["compute_s"] for facts in ranks]
     slowest, fastest = compute.index(max(compute)), compute.index(min(compute))
     spread = max(compute) / max(min(compute), 1e-9) - 1
     if spread > 0.1:
         lines.append(
             f"**Rank {slowest} computes {spread:.0%} longer than rank {fastest}**: the others wait for it in each "
-            "gather and all-reduce. Look at the lengths of its rows, its device's clock, and what else runs there."
+            "gather and all-reduce. Check the lengths of its sequences, its device's clock, and what else runs there."
         )
     elif len(ranks) > 1:
         lines.append(f"The ranks are even: their computing differs by {spread:.0%}.")

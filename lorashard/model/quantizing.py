@@ -10,25 +10,27 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config.quantization_options import Quantization
+from ..engine import Placeholder
 from ..quantization.format import Quantizer, make_quantizer
+from ..weights.weights import BaseWeights
 from .units import LAYER, FoundWeight, Structure, find_structure
 
-# Numbers that are quantized at a time.
+# Values that are quantized at a time.
 PIECE_NUMEL = 4 * 2**20
 _SCALE_BYTES = 4  # float32
-# Where rows are shorter, their scales take what their numbers save; models clamp some such weights in place.
+# Where rows are shorter, their scales take the bytes that 8 bits save; models clamp some such weights in place.
 _LEAST_ROW_NUMEL = 16
 
-# For the number of a part: bytes [begin, end) of it, and where they go.
+# For the index of a part: bytes [begin, end) of it, and where they go.
 Wanted = Mapping[int, tuple[int, int, torch.Tensor]]
 
 
 def quantize_structure(structure: Structure, quantization: Quantization | None) -> None:
-    """Say of each weight in which format it is to be kept: linear weights of decoder layers, and experts.
+    """Set the format that each weight is to be kept in: of linear weights of decoder layers, and of experts.
 
-    A weight is a linear one if an `nn.Linear` (or GPT-2's `Conv1D`) owns it that routes to no experts. It is experts'
-    if it has three dimensions and its owner says that it holds experts. Convolutions, norms, biases, routers, other
-    towers and weights with rows of fewer than 16 numbers stay as they are.
+    A weight is linear if an `nn.Linear` (or GPT-2's `Conv1D`) owns it that is no router. It is experts' if it has three
+    dimensions and its owner says that it holds experts. Convolutions, norms, biases, routers, other towers and weights
+    with rows of fewer than 16 values stay as they are.
     """
     if quantization is None:
         return
@@ -45,14 +47,39 @@ def quantize_structure(structure: Structure, quantization: Quantization | None) 
                 weight.quantizer = quantizer
 
 
+def is_stored_quantized(weights: BaseWeights) -> bool:
+    """Return whether a checkpoint holds quantized weights whose bytes are kept as they are."""
+    return weights.stored_format is not None and weights.stored_format.quantization is not None
+
+
+def choose_quantizers(
+    skeleton: nn.Module,
+    weights: BaseWeights,
+    quantization: Quantization | None,
+    own: Mapping[str, nn.Parameter],
+) -> dict[str, Quantizer]:
+    """Return the formats that the weights of a base are kept in, by name: those of its files, if they are quantized.
+
+    Modules that a quantized checkpoint leaves unquantized stay so.
+
+    Args:
+        skeleton: with placeholders, and without adapters.
+        own: embeddings that come from an adapter's file, by name.
+    """
+    if is_stored_quantized(weights):
+        return {name: quantizer for name, quantizer in weights.stored_quantizers().items() if name not in own}
+    own_parameters = set(own.values())
+    return find_quantizers(skeleton, quantization, lambda p: isinstance(p, Placeholder) or p in own_parameters)
+
+
 def find_quantizers(
     model: nn.Module, quantization: Quantization | None, is_base: Callable[[nn.Parameter], bool] = lambda _: True
 ) -> dict[str, Quantizer]:
     """Return the formats of the weights of a model that are to be kept in one, by name.
 
     Args:
-        model: without adapters: these may share or wrap modules, which says nothing of how weights are kept.
-        is_base: tells the weights that it may be.
+        model: without adapters, which may share or wrap modules.
+        is_base: returns whether a parameter may be quantized.
     """
     if quantization is None:
         return {}
@@ -75,7 +102,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _find_routers(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield the linears beside experts that have an output for each of them, or one for those that always run."""
+    """Yield the linear modules beside experts with an output for each expert, or one for a shared expert."""
     for parent in layer.modules():
         counts = {child: _count_experts(child) for child in parent.children()}
         if any(counts.values()):
@@ -106,7 +133,7 @@ def _find_vocabulary(roots: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def _strip(module: nn.Module) -> nn.Module:
-    """Return a module without the adapters, and copies that train, around it."""
+    """Return a module without the adapters and trained copies around it."""
     for name in ("base_layer", "original_module"):
         if isinstance(inner := getattr(module, name, None), nn.Module):
             return _strip(inner)
@@ -122,30 +149,30 @@ def quantize_parts(
     device: torch.device,
     piece_numel: int = PIECE_NUMEL,
 ) -> None:
-    """Quantize what a rank keeps of a weight, reading no more than the blocks that it needs for that.
+    """Quantize what a rank keeps of a weight, reading only the blocks that this needs.
 
-    A rank needs the blocks of the numbers that it keeps, and those whose scales it keeps; if the scales are quantized
-    too, which takes their mean, and it keeps any of that, all blocks. Where a rank's bytes end inside of a block, as
-    they may where a block is a row, both ranks read that block.
+    A rank needs the blocks of the values that it keeps, and those whose scales it keeps. If it keeps any scales that
+    are quantized too, it needs all blocks, for their mean. Where a rank's bytes end inside a block, which a row of int8
+    or fp8 may be, both ranks read that block.
 
     Args:
         wanted: what is kept of which part.
         read: reads bytes [begin, end) of the weight as it is before into a uint8 tensor on the host.
         device: where to compute.
-        piece_numel: how many numbers to read and quantize at a time.
+        piece_numel: how many values to read and quantize at a time.
 
-    Memory: `piece_numel` numbers at a time or one block if that is larger, and the scales of the weight.
+    Memory: `piece_numel` values at a time or one block if that is larger, and the scales of the weight.
     """
     block = quantizer.block_numel(shape)
     numel = math.prod(shape)
-    numbers, *_ = quantizer.parts(shape)
-    numbers_bytes = math.prod(numbers.shape) * numbers.dtype.itemsize
-    per_byte = math.ceil(numel / numbers_bytes)  # 2 or 1, of the last byte perhaps fewer
+    values, *_ = quantizer.parts(shape)
+    values_bytes = math.prod(values.shape) * values.dtype.itemsize
+    per_byte = math.ceil(numel / values_bytes)  # 2 or 1; the last byte may have fewer
     kept_begin, kept_end, kept = wanted.get(0, (0, 0, torch.empty(0, dtype=torch.uint8)))
     own = range(kept_begin * per_byte // block, math.ceil(min(numel, kept_end * per_byte) / block))
     scaled = _find_scaled(quantizer, wanted, math.ceil(numel / block))
     scales = torch.zeros(math.ceil(numel / block), dtype=torch.float32, device=device) if scaled else None
-    for first, last in _cut([span for span in (own, scaled) if span], max(1, piece_numel // block)):
+    for first, last in _split([span for span in (own, scaled) if span], max(1, piece_numel // block)):
         begin, end = first * block, min(last * block, numel)
         raw = torch.empty((end - begin) * dtype.itemsize, dtype=torch.uint8)
         read(begin * dtype.itemsize, end * dtype.itemsize, raw)
@@ -157,15 +184,15 @@ def quantize_parts(
         if low < high:
             kept[low - kept_begin : high - kept_begin].copy_(packed[low - begin_byte : high - begin_byte])
     if scales is not None:
-        for number, part in enumerate(quantizer.keep_scales(scales), start=1):
-            if number in wanted:
-                begin, end, out = wanted[number]
+        for index, part in enumerate(quantizer.keep_scales(scales), start=1):
+            if index in wanted:
+                begin, end, out = wanted[index]
                 out.copy_(part.contiguous().reshape(-1).view(torch.uint8)[begin:end])
 
 
 def _find_scaled(quantizer: Quantizer, wanted: Wanted, num_blocks: int) -> range:
     """Return the blocks whose scales are needed."""
-    if not any(number > 0 for number in wanted):
+    if not any(index > 0 for index in wanted):
         return range(0)
     if not quantizer.scales_are_separate:
         return range(num_blocks)
@@ -173,8 +200,8 @@ def _find_scaled(quantizer: Quantizer, wanted: Wanted, num_blocks: int) -> range
     return range(begin // _SCALE_BYTES, math.ceil(end / _SCALE_BYTES))
 
 
-def _cut(spans: Sequence[range], step: int) -> Iterator[tuple[int, int]]:
-    """Yield the numbers in any of the spans as stretches of at most `step`, in order, none twice."""
+def _split(spans: Sequence[range], step: int) -> Iterator[tuple[int, int]]:
+    """Yield what is in any of the spans as ranges of at most `step`, in order, nothing twice."""
     done = 0
     for span in sorted(spans, key=lambda span: span.start):
         for first in range(max(done, span.start), span.stop, step):

@@ -1,9 +1,9 @@
-"""What PEFT offers and cannot work on a base that is shared and read-only, and why."""
+"""What PEFT, torch and transformers offer and cannot work on a base that is shared and read-only, and why."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,33 +11,37 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
 
-from ..config.initialization import explain_rewriting
+from ..config.initialization import check_initialization
 from ..config.quantization_options import Quantization
 from ..engine import Engine, Placeholder, Weight
 from ..errors import ConfigError, ShardError
 from ..weights.model_folder import shorten
-from .releasing import on_release
+from .patches import on_release, wrap_method
+from .stacks import unwrap
 
 _KINDS = {
-    "SHADOW": "it wraps whole decoder layers, which are what lorashard gathers, and runs a second model beside them",
-    "XLORA": "it runs the model a second time inside of its own forward, while units of the first are in use",
+    "SHADOW": "it wraps decoder layers, which are what lorashard gathers, and runs a second model beside them",
+    "XLORA": "it runs the model a second time inside its own forward, while units of the first are in use",
 }
 _OPTIONS = {
-    "kasa_config": "KaSA cuts singular values out of the base's weights, and lorashard reads the base as it is",
+    "kasa_config": "KaSA removes singular values from the base's weights, and lorashard reads the base as it is",
     "arrow_config": "PEFT makes its router from adapters that are on the model already (create_arrow_model), and a new "
     "model has none",
 }
 
-# What Python asks a whole model for, by the hook that it calls, and what to do instead.
+# By Python's hook for it: what happened, and what to do instead.
 _HOOKS = {
-    "__deepcopy__": "copy.deepcopy would copy the model with its base, which is shared and read-only here: add a "
-    "second adapter to it (add_adapter), or load the model once more",
-    "__reduce_ex__": "pickle (torch.save of the whole model) and copy.copy would take along the base, which rests in "
-    "shards, files or buffers here: save the adapter with save_pretrained, and load it with lorashard.load_adapter; or "
-    "torch.save(model.state_dict()), which leaves the base out",
+    "__deepcopy__": (
+        "copy.deepcopy would copy the model with its base, which is shared and read-only",
+        "add a second adapter to it (add_adapter), or load the model once more",
+    ),
+    "__reduce_ex__": (
+        "pickle (torch.save of the model itself) and copy.copy would include the base, which is in shards, files or "
+        "buffers",
+        "save the adapter with save_pretrained, and load it with lorashard.load_adapter; or use "
+        "torch.save(model.state_dict()), which leaves the base out",
+    ),
 }
-_CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
-_REFUSED = (*_HOOKS, *_CASTS, "to", "type", "resize_token_embeddings")
 
 
 def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization: Quantization | None = None) -> None:
@@ -53,22 +57,25 @@ def check_config(config: PeftConfig, *, is_in_memory: bool = False, quantization
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind in _KINDS:
         raise ConfigError(
-            f"peft_type: {kind} cannot work on a sharded base: {_KINDS[kind]}; choose another, such as LORA"
+            f"{kind} cannot work on a sharded base: {_KINDS[kind]}",
+            option="peft_type",
+            fix="choose another, such as LORA",
         )
     if is_in_memory:
         if quantization is not None and getattr(config, "layer_replication", None):
             raise ConfigError(
-                "layer_replication: of a model in memory it is not known any more which shared weights are a layer's, "
-                "and to be quantized: give the checkpoint to lorashard.load with quantization=..."
+                "in memory it can no longer be seen which shared weights are a layer's, and to be quantized",
+                option="layer_replication",
+                fix="give the checkpoint to lorashard.load with quantization=...",
             )
         return
     for option, reason in _OPTIONS.items():
         if getattr(config, option, None) is not None:
-            raise ConfigError(f"{option}: {reason}; leave it out, or give the finished PeftModel to lorashard.shard")
+            raise ConfigError(
+                reason, option=option, fix="leave it out, or give the finished PeftModel to lorashard.shard"
+            )
     quantized_to = None if quantization is None else quantization.format
-    rewriting = explain_rewriting(getattr(config, "init_lora_weights", True), quantized_to)
-    if rewriting is not None:
-        raise ConfigError(rewriting)
+    check_initialization(getattr(config, "init_lora_weights", True), quantized_to)
 
 
 def check_frozen(model: PeftModel) -> None:
@@ -80,16 +87,16 @@ def check_frozen(model: PeftModel) -> None:
     trained = [n for n, p in model.named_parameters() if p.requires_grad and isinstance(p, Placeholder)]
     if trained:
         raise ConfigError(
-            f"the adapter would train weights of the base itself ({trained[0]}), which is shared read-only: leave out "
-            "PEFT's bias option, or name whole modules in modules_to_save"
+            f"the adapter would train weights of the base itself ({trained[0]}), which is shared and read-only",
+            fix="leave out PEFT's bias option, or name modules in modules_to_save",
         )
 
 
 def refuse_unfrozen_base(model: nn.Module, decoder: nn.Module, engine: Engine) -> None:
     """Let each pass with gradients through `decoder` raise ConfigError if a script has unfrozen weights of the base.
 
-    Those of a sharded unit would get no gradient, and those of a resident one a gradient that DDP does not reduce. One
-    flag of each weight is all that is looked at.
+    Those of a sharded unit would get no gradient, and those of a resident one a gradient that DDP does not reduce. The
+    check reads one flag of each weight.
     """
 
     def check(*_: object) -> None:
@@ -99,13 +106,14 @@ def refuse_unfrozen_base(model: nn.Module, decoder: nn.Module, engine: Engine) -
         names = [weight.placeholder.full_name for weight, is_resident in weights if _trains(weight, is_resident)]
         if names:
             raise ConfigError(
-                f"expected a base that is frozen, found requires_grad=True on {len(names)} of its weights "
-                f"({shorten(names, 3)}): the base is shared read-only, and these would not be trained. Name the "
-                "modules in modules_to_save of the LoraConfig (layer norms, a head), or the tokens of an embedding in "
-                "trainable_token_indices, and leave requires_grad of the base alone"
+                "the base is shared and read-only, and these weights would not be trained",
+                expected="a frozen base",
+                found=f"requires_grad=True on {len(names)} of its weights ({shorten(names, 3)})",
+                fix="name the modules in modules_to_save of the LoraConfig (layer norms, a head), or the tokens of an "
+                "embedding in trainable_token_indices, and leave requires_grad of the base alone",
             )
 
-    on_release(_base_of(model), decoder.register_forward_pre_hook(check).remove)
+    on_release(unwrap(model), decoder.register_forward_pre_hook(check).remove)
 
 
 def _trains(weight: Weight, is_resident: bool) -> bool:
@@ -129,75 +137,87 @@ def check_unquantized(model: PeftModel, is_base: Callable[[nn.Parameter], bool])
             found = f"a {type(parameter).__name__} in {name}"
     if found is not None:
         raise ConfigError(
-            f"expected a base of plain weights in memory, found {found}: give the checkpoint to lorashard.load with "
-            "quantization=..., or the unquantized model to lorashard.shard with it"
+            expected="a base of plain weights in memory",
+            found=found,
+            fix="give the checkpoint to lorashard.load with quantization=..., or the unquantized model to "
+            "lorashard.shard with it",
         )
 
 
-def refuse_calls(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
-    """Let calls that would cast, resize, copy or pickle the base raise ShardError, which names the call.
+def refuse_merging(model: nn.Module) -> None:
+    """Let PEFT's merging in place raise ConfigError, before it has merged the first layer."""
+    if isinstance(model, PeftModel):
+        for name in ("merge_adapter", "merge_and_unload"):
+            if hasattr(model.base_model, name):
+                wrap_method(model.base_model, name, partial(_refuse_merging, name))
 
-    Without that an operation of torch is refused, deep inside of the call. What changes nothing goes through, and so
-    does everything on a base that has been given back (`release`).
+
+def _refuse_merging(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ConfigError(
+        f"{name} would change the base in place (as TRL's use_vllm does, to give vLLM the merged weights), but it is "
+        "sharded, quantized or read-only",
+        fix="load with placement='replicate' and without quantization, or merge the saved adapter; with TRL leave "
+        "use_vllm off",
+    )
+
+
+def refuse_changes(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
+    """Let calls that would cast, resize, copy or pickle the base raise ShardError, which names what to do instead.
+
+    Without that an operation of torch is refused, deep inside the call. What changes nothing works, and so does
+    everything on a base that has been released (`patches.release`).
 
     Args:
         dtypes: of the base's weights.
     """
-    base: Any = _base_of(model)
-    before = {name: base.__dict__[name] for name in _REFUSED if name in base.__dict__}
-    resize = getattr(base, "resize_token_embeddings", None)
+    base = unwrap(model)
     for module in dict.fromkeys((model, base)):
-        for hook, reason in _HOOKS.items():
-            setattr(module, hook, partial(_refuse, reason))
-        for name, dtype in _CASTS.items():
-            setattr(module, name, partial(_cast, name, dtypes, getattr(module, name), lambda *_, dtype=dtype: dtype))
-        for name, find_dtype in {"to": _find_target, "type": _find_type}.items():
-            setattr(module, name, partial(_cast, name, dtypes, getattr(module, name), find_dtype))
-        if resize is not None:
-            module.resize_token_embeddings = partial(_resize, base, resize)
-    on_release(base, partial(_allow_calls, base, before))
+        for hook, reasons in _HOOKS.items():
+            on_release(base, wrap_method(module, hook, partial(_refuse, *reasons)))
+    on_release(base, wrap_method(base, "_apply", partial(_apply, dtypes)))
+    if hasattr(base, "resize_token_embeddings"):
+        on_release(base, wrap_method(base, "resize_token_embeddings", partial(_resize, base)))
 
 
-def _allow_calls(base: nn.Module, before: Mapping[str, object]) -> None:
-    for name in _REFUSED:
-        base.__dict__.pop(name, None)
-    base.__dict__.update(before)
+def _refuse(problem: str, fix: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ShardError(problem, fix=fix)
 
 
-def _base_of(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def _refuse(reason: str, *args: object, **kwargs: object) -> NoReturn:
-    raise ShardError(reason)
-
-
-def _cast(
-    name: str,
+def _apply(
     dtypes: Set[torch.dtype],
     original: Callable[..., nn.Module],
-    find_dtype: Callable[..., torch.dtype | None],
+    function: Callable[[torch.Tensor], torch.Tensor],
     *args: Any,
     **kwargs: Any,
 ) -> nn.Module:
-    dtype = find_dtype(*args, **kwargs)
-    if dtype is not None and dtypes - {dtype}:
-        wanted = str(dtype).removeprefix("torch.")
-        found = " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
-        raise ShardError(
-            f"{name}({wanted if name in ('to', 'type') else ''}) would cast the base, which is {found} and read-only "
-            f"here: give dtype=torch.{wanted} to lorashard.load, or cast the model before lorashard.shard; the "
-            "adapter's own parameters may be cast one by one"
-        )
-    return original(*args, **kwargs)
+    """Replace `_apply`, through which torch casts and moves modules: `half`, `to`, `type` and others."""
+    for dtype in dtypes:
+        cast = function(torch.empty(0, dtype=dtype)).dtype
+        if cast != dtype:
+            raise ShardError(
+                f"casting to {_name(cast)} would cast the base, which is {' and '.join(sorted(map(_name, dtypes)))} "
+                "and read-only",
+                fix=f"give dtype=torch.{_name(cast)} to lorashard.load, or cast the model before lorashard.shard; the "
+                "adapter's own parameters may be cast one by one",
+            )
+    return original(partial(_keep_on_cpu, function), *args, **kwargs)
 
 
-def _find_target(*args: Any, **kwargs: Any) -> torch.dtype | None:
-    return torch._C._nn._parse_to(*args, **kwargs)[1]  # as nn.Module.to does
+def _keep_on_cpu(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as it is where it would be moved from the CPU to `cpu:0`, as accelerate calls it.
+
+    torch would copy it, mapped files too.
+    """
+    if tensor.device.type == "cpu":
+        before = torch.empty(0, dtype=tensor.dtype)
+        after = function(before)
+        if after is not before and (after.device.type, after.dtype) == ("cpu", tensor.dtype):
+            return tensor
+    return function(tensor)
 
 
-def _find_type(dst_type: torch.dtype | str) -> torch.dtype | None:
-    return dst_type if isinstance(dst_type, torch.dtype) else torch.empty(0).type(dst_type).dtype
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _resize(
@@ -210,7 +230,8 @@ def _resize(
     if wanted != num_tokens:
         raise ShardError(
             f"resize_token_embeddings would change the base's {num_tokens} embeddings to {wanted}, and they are "
-            "read-only here: resize the transformers model first, then get_peft_model and lorashard.shard; or train "
-            "rows that are there with trainable_token_indices"
+            "read-only",
+            fix="resize the transformers model first, then call get_peft_model and lorashard.shard; or train rows that "
+            "are there with trainable_token_indices",
         )
     return original(new_num_tokens, *args, **kwargs)

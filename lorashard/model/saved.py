@@ -1,4 +1,4 @@
-"""An adapter that was saved: find its folder, read its config, put its tensors on a model."""
+"""A saved adapter: find its folder, read its config, load its tensors into a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .adapter_files import find_not_finite
 
 CONFIG_NAME = "adapter_config.json"
 _logger = logging.getLogger(__name__)
-# PEFT restores these by themselves, whole or not at all, after it has missed them.
+# PEFT reports these as missing, and restores them by itself.
 _PROMPT_NAMES = ("prompt_encoder.", "prompt_embeddings")
 _PICKLE_NAME = "adapter_model.bin"
-# What PEFT takes from a config without a look, and fails on later.
+# What PEFT does not check when it reads a config, and fails on later.
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "base_model_name_or_path": str,
     "revision": str,
@@ -42,10 +42,11 @@ def find_adapter(name: str | Path) -> Path:
     """Return the folder of an adapter: one itself, a run's, a run's last checkpoint if it has not ended, or the hub's.
 
     Raises:
-        CheckpointError: there is none, it is not whole, or a link leads out of its folder.
+        CheckpointError: there is none, files are missing, or a link leads out of its folder.
     """
+    expected = "an adapter's folder, a run's or a hub id"
     if "://" in str(name):  # it may hold a password, so it is not repeated
-        raise CheckpointError("expected an adapter's folder, a run's or a hub id, found an address with '://'")
+        raise CheckpointError(expected=expected, found="an address with '://'")
     folder = Path(name).expanduser()
     if not folder.exists() and _is_hub_id(str(name)):
         with explain_hub_errors(str(name), None):
@@ -55,25 +56,27 @@ def find_adapter(name: str | Path) -> Path:
                 )
             )
     if not folder.is_dir():
-        raise CheckpointError(f"expected an adapter's folder, a run's or a hub id, found nothing at {name}")
+        raise CheckpointError(expected=expected, found=f"nothing at {name}")
     if not (folder / CONFIG_NAME).is_file():
         checkpoints = list_checkpoints(folder)
         if not checkpoints:
             raise CheckpointError(
-                f"expected {CONFIG_NAME} or a run's checkpoints in {folder}, found neither; give the folder of an "
-                "adapter, or of a run that has saved one"
+                expected=f"{CONFIG_NAME} or a run's checkpoints",
+                found="neither",
+                where=folder,
+                fix="give the folder of an adapter, or of a run that has saved one",
             )
-        # A bare Trainer's have no manifest to tell that they are complete.
+        # Those of a bare Trainer have no manifest to show that they are complete.
         taken = find_newest(folder) or next((path for path in checkpoints if not _find_absent(path)), checkpoints[0])
         if taken != checkpoints[0]:
-            _logger.warning("%s is not whole, so %s is taken", checkpoints[0], taken)
+            _logger.warning("%s is incomplete: using %s", checkpoints[0], taken)
         folder = taken
     check_adapter_files(folder)
     return folder
 
 
 def check_adapter_files(folder: Path) -> None:
-    """Refuse the folder of an adapter that is not whole, or from which a link leads elsewhere.
+    """Refuse the folder of an adapter that is incomplete, or from which a link leads elsewhere.
 
     Raises:
         CheckpointError: naming the file that is missing or damaged, or the link.
@@ -82,7 +85,7 @@ def check_adapter_files(folder: Path) -> None:
     if absent:
         pickled = " (adapter_model.bin is a pickle, which is not read)" if (folder / _PICKLE_NAME).is_file() else ""
         raise CheckpointError(
-            f"the adapter in {folder} is not whole: {' and '.join(absent)} missing{pickled}; save it again"
+            f"the adapter is incomplete: {' and '.join(absent)} missing{pickled}", where=folder, fix="save it again"
         )
     check_links(folder)
     with open_adapter(folder):
@@ -101,21 +104,26 @@ def find_base(folder: Path, config: PeftConfig, base: str | None, revision: str 
     """
     name = base or config.base_model_name_or_path
     if not name:
-        raise ConfigError(f"{folder} does not say on which base it was trained: give base (--base)")
+        raise ConfigError(
+            "it does not say on which base it was trained", option="base", where=folder, fix="give base (--base)"
+        )
     if base is None and not _is_hub_id(name) and not Path(name).is_dir():
         is_derived = Path(name).parent.name == find_derived_dir().name
         raise ConfigError(
-            f"{folder} was trained on the base in {name}, which is not there: if it has moved, give base (--base)"
-            + ("; PiSSA or OLoRA derived it: starting the run again with its config makes it anew" * is_derived)
+            f"it was trained on the base in {name}, which is not there",
+            option="base",
+            where=folder,
+            fix="if it has moved, give base (--base)"
+            + ("; PiSSA or OLoRA derived it: starting the run again with its config derives it again" * is_derived),
         )
     return name, revision or (None if base else config.revision)
 
 
 def choose_quantization(folder: Path, asked: str | Quantization | None) -> Quantization | None:
-    """Return what the base of a saved adapter is to be quantized to: as it was trained, unless something is asked for.
+    """Return what to quantize the base of a saved adapter to: what it was in training, unless `asked` says otherwise.
 
-    The name of the format that it was trained in means that format with all that was chosen then. Another one is
-    warned of.
+    The name of the format that it was trained in means that format with the options of training. For another one there
+    is a warning.
 
     Raises:
         ConfigError: there is no such format.
@@ -127,7 +135,7 @@ def choose_quantization(folder: Path, asked: str | Quantization | None) -> Quant
     meant = read_quantization(asked)
     if meant != trained_on and dist.get_rank() == 0:
         _logger.warning(
-            "%s was trained on its base %s, and has it %s here, as quantization says: its answers may be others",
+            "%s was trained on its base %s, and is loaded on it %s, by the option quantization: its answers may differ",
             folder,
             describe_quantization(trained_on),
             describe_quantization(meant),
@@ -150,17 +158,19 @@ def read_config(folder: Path) -> PeftConfig:
         config = PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise CheckpointError(
-            f"{folder / CONFIG_NAME} cannot be read ({describe_error(error)}); save the adapter again"
+            f"it cannot be read ({describe_error(error)})", where=folder / CONFIG_NAME, fix="save the adapter again"
         ) from error
     for name, expected in _FIELD_TYPES.items():
         value = getattr(config, name, None)
         if value is not None and not isinstance(value, expected):
-            raise CheckpointError(f"{folder / CONFIG_NAME}: {name} cannot be {value!r}; save the adapter again")
+            raise CheckpointError(
+                f"{name} cannot be {value!r}", where=folder / CONFIG_NAME, fix="save the adapter again"
+            )
     return config
 
 
 def count_labels(folder: Path) -> int | None:
-    """Return how many labels the classification head in an adapter's file tells apart; None if it holds no head.
+    """Return the number of labels of the classification head in an adapter's file; None if it holds no head.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -174,10 +184,10 @@ def count_labels(folder: Path) -> int | None:
 
 
 def restore(model: PeftModel, folder: Path) -> None:
-    """Put the tensors of the adapter in a folder on `model`, whose adapter was made from its config.
+    """Load the tensors of the adapter in a folder into `model`, whose adapter was made from its config.
 
-    PEFT writes the embedding and the head into an adapter that targets them: these must be the base's own, unless
-    they are of another size (`put_saved_embeddings`).
+    PEFT writes the embedding and the head into an adapter that targets them: these must equal the base's, unless they
+    are of another size (`put_saved_embeddings`).
 
     Args:
         model: with placeholders for the base that can be read.
@@ -189,29 +199,34 @@ def restore(model: PeftModel, folder: Path) -> None:
     not_finite = find_not_finite(tensors)
     if not_finite:
         raise CheckpointError(
-            f"{folder / ADAPTER_NAME} is damaged, or its training has diverged: expected finite numbers, found NaN or "
-            f"infinity in {shorten(not_finite, 2)}; take another checkpoint, or save or download the adapter again"
+            "it is damaged, or its training has diverged",
+            expected="finite values",
+            found=f"NaN or infinity in {shorten(not_finite, 2)}",
+            where=folder / ADAPTER_NAME,
+            fix="take another checkpoint, or save or download the adapter again",
         )
     base = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, Placeholder)}
     for name in tensors.keys() & base.keys():
         if not _is_equal(tensors.pop(name), base[name]):
             raise CheckpointError(
-                f"the adapter in {folder} holds a base weight of its own, '{name}', that is not the one of its base: "
-                "is this another base? Save the model that it was trained on as a base of its own"
+                f"the adapter holds a weight of the base, '{name}', that differs from this base's",
+                where=folder,
+                fix="give the base that it was trained on, saved as a base of its own if it was changed",
             )
+    problem = "the adapter does not fit its base"
     try:
         result = set_peft_model_state_dict(model, tensors)
     except (RuntimeError, KeyError) as error:  # torch's for shapes, PEFT's for what a kind of adapter must have
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"the adapter in {folder} does not fit its base: {reason}") from error
+        raise CheckpointError(f"{problem}: {' '.join(str(error).split())}", where=folder) from error
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    missing = sorted(name for name in result.missing_keys if name in trainable and not name.startswith(_PROMPT_NAMES))
-    unexpected = sorted(name for name in result.unexpected_keys if not name.startswith(_PROMPT_NAMES))
-    for fault, names in (("are missing", missing), ("have no place", unexpected)):
-        if names:
+    faults = {"are missing": trainable.intersection(result.missing_keys), "have no place": result.unexpected_keys}
+    for fault, names in faults.items():
+        wrong = sorted(name for name in names if not name.startswith(_PROMPT_NAMES))
+        if wrong:
             raise CheckpointError(
-                f"the adapter in {folder} does not fit its base: {len(names)} tensors {fault}, such as '{names[0]}'; "
-                "give the base that it was trained on, and the whole adapter"
+                f"{problem}: {len(wrong)} tensors {fault}, such as '{wrong[0]}'",
+                where=folder,
+                fix="give the base that it was trained on, and the complete adapter",
             )
 
 

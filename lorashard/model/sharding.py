@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
 
 from ..config.quantization_options import Quantization
-from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight, Workspace
+from ..engine import Engine, Placeholder, ScheduleEntry, Unit, Weight
 from ..errors import ConfigError
+from ..quantization.quantized_weight import QuantizedFormat, Workspace
 from ..runtime.dist import ShardGroup
+from ..runtime.progress import Progress
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
-from ..weights.fingerprint import BaseIdentity, sign_adapter
-from .embeddings import Copies, Embeddings, copy_embeddings, put_into_states, take_from_states
+from ..weights.fingerprint import BaseIdentity, describe_base
+from .embeddings import Embeddings, copy_embeddings
 from .generating import prepare_generation
 from .homes import MakeHome
-from .refusals import refuse_calls, refuse_unfrozen_base
-from .releasing import is_whole
-from .saving import after_saving, follow_saving
+from .patches import extend_classes, is_plain
+from .refusals import refuse_changes, refuse_merging, refuse_unfrozen_base
+from .saving import follow_saving
 from .states import find_base_names, keep_base_out, sign_state
 from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
+_QUANTIZATION_ATTRIBUTE = "_lorashard_quantization"
 _ALSO_IGNORED_ATTRIBUTE = "_lorashard_also_ignored_by_ddp"
 
 
@@ -55,13 +57,15 @@ def shard_structure(
     device: torch.device,
     prefetch: int,
     has_own_embeddings: bool = False,
+    progress: Progress | None = None,
 ) -> Engine:
     """Give every unit of `structure` a home, and let an engine run `model`.
 
     Args:
-        make_home: makes and fills the home of a unit; asked for one after another.
-        group: the ranks that units are sharded over; they compare where they stand.
+        make_home: makes and fills the home of a unit; called for one after another.
+        group: the ranks that units are sharded over; they compare their passes.
         has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
+        progress: called with how many "units" have a home, of how many.
 
     Ranks: local, but every rank must do the same.
     Memory: the homes, and never more than one unit beside them; a copy on the host of embeddings that are saved.
@@ -71,38 +75,34 @@ def shard_structure(
     workspace = Workspace()
     for index, found in enumerate(structure.units):
         home = make_home(found)
-        weights = [Weight(_placeholder_for(w, device), w.owners, w.quantizer) for w in found.weights]
-        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home, workspace)
-        found.weights = []  # the whole weights are free to go
+        weights = [
+            Weight(
+                _placeholder_for(w, device), w.owners, QuantizedFormat(w.quantizer, workspace) if w.quantizer else None
+            )
+            for w in found.weights
+        ]
+        units[id(found)] = Unit(found.name, index, size_class(found.kind), weights, home)
+        found.weights = []  # the unsharded weights may be freed
+        if progress is not None:
+            progress(index + 1, len(structure.units), "units")
     visits = [
         ScheduleEntry(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
         for v in structure.visits
     ]
     engine = Engine(visits, structure.roots, group, device, prefetch)
     setattr(model, ENGINE_ATTRIBUTE, engine)
-    if device.type == "cpu":
-        model.to = partial(_move, model.to)  # type: ignore[method-assign]
-    if not is_whole(engine):
+    if not is_plain(engine):
         refuse_merging(model)
     refuse_unfrozen_base(model, structure.roots[-1], engine)
-    refuse_calls(model, {weight.placeholder.dtype for unit in engine.units for weight in unit.weights})
+    refuse_changes(model, {weight.placeholder.dtype for unit in engine.units for weight in unit.weights})
     prepare_generation(model, engine)
-    _keep_states(model, engine, copies)
+    embeddings = None
+    if isinstance(model, PeftModel):
+        embeddings = Embeddings(model, engine, copies)
+        follow_saving(model, embeddings, partial(_describe_base, model))
+    keep_base_out(model, engine, embeddings if copies else None)
     ignore_base_in_ddp(model, engine)
     return engine
-
-
-def _keep_states(model: nn.Module, engine: Engine, copies: Copies) -> None:
-    if not isinstance(model, PeftModel):
-        keep_base_out(model, engine)
-        return
-    embeddings = Embeddings(model, engine, copies)
-    follow_saving(model, embeddings)
-    if embeddings.are_own:
-        take_from_states(model, embeddings)  # before what else is the base's is refused
-    keep_base_out(model, engine)
-    if embeddings.are_own:
-        put_into_states(model, embeddings)  # after the base has been left out
 
 
 def base_of(model: torch.nn.Module) -> LoadedBase | None:
@@ -121,14 +121,14 @@ def engine_of(model: torch.nn.Module) -> Engine:
         if engine is not None:
             return engine
     raise ConfigError(
-        f"this {type(model).__name__} is not sharded: expected one from lorashard.load or lorashard.shard"
+        f"this {type(model).__name__} is not sharded", expected="one from lorashard.load or lorashard.shard"
     )
 
 
 def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
     """Let accelerate and Trainer wrap the model in DDP, which must neither broadcast nor look at the base.
 
-    DDP takes the names from an attribute. Here they are found when it asks, since adding an adapter changes them; what
+    DDP takes the names from an attribute. Here they are found on each read, since adding an adapter changes them; what
     a script assigns to it, as TRL's `dpo --ignore_bias_buffers` does, is ignored as well as the base, not instead.
     """
 
@@ -138,65 +138,33 @@ def ignore_base_in_ddp(model: nn.Module, engine: Engine) -> None:
     def add(self: nn.Module, names: Iterable[str]) -> None:
         self.__dict__[_ALSO_IGNORED_ATTRIBUTE] = list(names)
 
-    original = type(model)
-    namespace = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    namespace |= {"_ddp_params_and_buffers_to_ignore": property(find, add)}  # type: ignore[dict-item]
-    model.__class__ = type(original.__name__, (original,), namespace)
+    names = property(find, add)
+    extend_classes([model], lambda _: {"_ddp_params_and_buffers_to_ignore": names})
 
 
 def remember_base(model: PeftModel, base: LoadedBase) -> None:
     """Let every adapter and state that `model` saves carry the hash of its base, and what it was quantized to."""
     setattr(model, BASE_ATTRIBUTE, base)
     sign_state(model, base.identity, base.quantization)
-    _sign_what_is_saved(model, base.identity, base.quantization)
-    if base.origin is not None:
-        after_saving(model, partial(_sign_for_origin, base.origin, base.folder))
 
 
 def remember_quantization(model: PeftModel, quantization: Quantization | None) -> None:
-    """Let every adapter that `model` saves tell what its base was quantized to, where its files are not known."""
-    if quantization is not None:
-        _sign_what_is_saved(model, None, quantization)
+    """Let every adapter that `model` saves carry what its base was quantized to, where its files are not known."""
+    setattr(model, _QUANTIZATION_ATTRIBUTE, quantization)
 
 
-def _sign_what_is_saved(model: PeftModel, identity: BaseIdentity | None, quantization: Quantization | None) -> None:
-    def sign(folder: Path, given: Mapping[str, Any]) -> None:
-        sign_adapter(folder, identity, quantization, model.get_base_model().dtype)
+def _describe_base(model: PeftModel, first: str | None) -> tuple[Mapping[str, str], Origin | None]:
+    """Return what a saved adapter says of its base; see `DescribeBase`.
 
-    after_saving(model, sign)
-
-
-def _sign_for_origin(origin: Origin, derived: Path, folder: Path, given: Mapping[str, Any]) -> None:
-    """Let an adapter that PEFT has converted, by its first form, belong to the base that was derived from."""
-    first = given["path_initial_model_for_weight_conversion"]
-    if first is not None and Path(first).resolve() == (derived / INITIAL_ADAPTER_NAME).resolve():
-        origin.sign(folder)
-
-
-def refuse_merging(model: nn.Module) -> None:
-    """Let PEFT's merging in place raise ConfigError, before it has merged the first layer."""
-    for name in ("merge_adapter", "merge_and_unload"):
-        if isinstance(model, PeftModel):
-            setattr(model.base_model, name, partial(_refuse, name))
-
-
-def _refuse(name: str, *args: object, **kwargs: object) -> None:
-    raise ConfigError(
-        f"{name} would change the base in place (as TRL's use_vllm does, to hand vLLM the whole weights), but it is "
-        "sharded, quantized or read-only here: load with placement='replicate' and without quantization, or merge the "
-        "saved adapter; with TRL leave use_vllm off"
-    )
-
-
-def _move(original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """Move a model; accelerate calls the CPU `cpu:0`, and torch would copy what is there already, mapped files too."""
-    cpu = torch.device("cpu")
-    plain = [cpu if _is_cpu(value) else value for value in args]
-    return original(*plain, **{name: cpu if _is_cpu(value) else value for name, value in kwargs.items()})
-
-
-def _is_cpu(value: object) -> bool:
-    return isinstance(value, (str, torch.device)) and torch.device(value).type == "cpu"
+    An adapter that PEFT converts, by its first form, belongs to the base that this one was derived from.
+    """
+    base, dtype = base_of(model), model.get_base_model().dtype
+    if base is None:
+        return describe_base(None, model.__dict__.get(_QUANTIZATION_ATTRIBUTE), dtype), None
+    own_first = (base.folder / INITIAL_ADAPTER_NAME).resolve()
+    if base.origin is not None and first is not None and Path(first).resolve() == own_first:
+        return describe_base(BaseIdentity(base.origin.files)), base.origin
+    return describe_base(base.identity, base.quantization, dtype), None
 
 
 def _placeholder_for(weight: FoundWeight, device: torch.device) -> Placeholder:

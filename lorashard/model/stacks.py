@@ -1,7 +1,7 @@
-"""Find what a model is stacked of: its decoder layers, and the blocks of other towers, such as one for images.
+"""Find the stacks of a model: its decoder layers, and the blocks of other towers, such as one for images.
 
-By structure: the model says which of its parts decodes (transformers' `get_decoder`), and the list in it that weighs
-most holds the layers. Where that does not find them, a person names them by their paths.
+The model says which of its parts is the decoder (transformers' `get_decoder`), and the list in it with the most
+parameters holds the layers. Where that does not find them, the user names them by their paths (`unit_paths`).
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ _PATHS_ATTRIBUTE = "_lorashard_unit_paths"
 
 
 def name_units(model: nn.Module, unit_paths: Sequence[str] | None) -> None:
-    """Let everything that asks for the layers of `model` take the modules at `unit_paths`, and search for none.
+    """Let `find_layers` return the modules at `unit_paths`, and search for none.
 
     Args:
-        unit_paths: paths in the base, as its `named_modules` gives them; `*` stands for any name between two dots. A
-            list of modules stands for its items. None changes nothing.
+        unit_paths: paths in the base, as in its `named_modules`; `*` matches any name between two dots. A list of
+            modules means its items. None changes nothing.
 
     Raises:
-        ConfigError: a path leads to no module, to one without weights, or into another unit.
+        ConfigError: a path matches no module, one without weights, or one inside another unit.
     """
     if unit_paths is not None:
-        base = _base_of(model)
+        base = unwrap(model)
         _resolve(base, unit_paths)
         setattr(base, _PATHS_ATTRIBUTE, tuple(unit_paths))
 
 
 def is_named(model: nn.Module) -> bool:
-    """Tell whether the units of `model` were named."""
-    return hasattr(_base_of(model), _PATHS_ATTRIBUTE)
+    """Return whether the units of `model` were named."""
+    return hasattr(unwrap(model), _PATHS_ATTRIBUTE)
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers in the model's order, or the modules that `name_units` was told.
+    """Return the decoder layers in the model's order, or the modules that were named (`name_units`).
 
     Raises:
-        CheckpointError: there are none to be found.
+        CheckpointError: there are none.
     """
     if is_named(model):
-        base = _base_of(model)
+        base = unwrap(model)
         return list(_resolve(base, getattr(base, _PATHS_ATTRIBUTE)).values())
     return list(callable_parts(_find_stack(model)))
 
@@ -64,8 +64,9 @@ def find_decoder_stack(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequen
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and list(module) == layers:
             return path, module
     raise CheckpointError(
-        f"expected the layers of {type(_base_of(model)).__name__} to be the items of one nn.ModuleList, found "
-        f"{len(layers)} in several places"
+        f"decoder layers of {type(unwrap(model)).__name__}",
+        expected="the items of one nn.ModuleList",
+        found=f"{len(layers)} in several places",
     )
 
 
@@ -80,12 +81,12 @@ def find_stacks(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Tell whether a module only holds others: models call what is in it, rather than itself."""
+    """Return whether a module only holds others: models call those, and not the module itself."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module) is nn.Sequential
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module`, or what is in it where it is a mere container."""
+    """Yield `module`, or what is in it if it is a container."""
     if is_container(module):
         for child in module.children():
             yield from callable_parts(child)
@@ -95,22 +96,23 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def get_output_embeddings(model: nn.Module) -> nn.Module | None:
     """Return the LM head, if the model has one."""
-    base = _base_of(model)
+    base = unwrap(model)
     return base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
 
 
-def _base_of(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT wraps; another one as it is."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Tell whether a module is made of others; an adapter around a single one makes no difference."""
+    """Return whether a module is made of others; an adapter around a single one is not."""
     has_parts = any(True for _ in module.children()) and not isinstance(module, BaseTunerLayer)
     return has_parts and any(True for _ in module.parameters())
 
 
 def _find_stack(model: nn.Module) -> nn.Module:
-    base = _base_of(model)
+    base = unwrap(model)
     decoder = base.get_decoder() if isinstance(base, PreTrainedModel) else base
     for part in (decoder, base):
         stacks: list[nn.Module] = [*find_stacks(part)]
@@ -118,8 +120,10 @@ def _find_stack(model: nn.Module) -> nn.Module:
         if stacks:
             return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     raise CheckpointError(
-        f"no decoder layers found in {type(base).__name__}: expected an nn.ModuleList of layers that hold parameters, "
-        "found none; name the modules to be gathered one at a time with unit_paths, such as 'model.block_*'"
+        f"no decoder layers in {type(base).__name__}",
+        expected="an nn.ModuleList of layers that hold parameters",
+        found="none",
+        fix="name the modules to be gathered one at a time with unit_paths, such as 'model.block_*'",
     )
 
 
@@ -135,9 +139,9 @@ def _find_sequences(module: nn.Module) -> Iterator[nn.Sequential]:
 
 
 def _resolve(base: nn.Module, unit_paths: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that are meant, by path, in the model's order."""
+    """Return the modules that match, by path, in the model's order."""
     if not unit_paths:
-        raise ConfigError("unit_paths: expected the path of a module, or several, found none")
+        raise ConfigError(option="unit_paths", expected="the path of a module, or several", found="none")
     named = dict(base.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in unit_paths:
@@ -145,19 +149,23 @@ def _resolve(base: nn.Module, unit_paths: Sequence[str]) -> dict[str, nn.Module]
         if not matching:
             nearest = difflib.get_close_matches(pattern, named, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"unit_paths: '{pattern}' is no module of {type(base).__name__}; the nearest is '{nearest}'"
+                f"'{pattern}' is no module of {type(base).__name__}",
+                option="unit_paths",
+                fix=f"did you mean '{nearest}'?",
             )
         parts = {id(part): part for path in matching for part in callable_parts(named[path])}
         of_pattern = {path: module for path, module in named.items() if id(module) in parts}
         empty = [path for path, module in of_pattern.items() if not any(True for _ in module.parameters())]
         if empty or not of_pattern:
-            raise ConfigError(f"unit_paths: expected modules with weights, but '{(empty or matching)[0]}' has none")
+            raise ConfigError(
+                option="unit_paths", expected="modules with weights", found=f"none in '{(empty or matching)[0]}'"
+            )
         found |= of_pattern
     for path in found:
         outer = next((other for other in found if path.startswith(other + ".")), None)
         if outer is not None:
             raise ConfigError(
-                f"unit_paths: '{path}' lies inside of '{outer}', which is a unit too; leave one of them out"
+                f"'{path}' is inside '{outer}', which is a unit too", option="unit_paths", fix="leave one of them out"
             )
     return {path: module for path, module in named.items() if path in found}
 

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..quantization.format import Quantizer
 from .stacks import callable_parts, find_layers, find_stacks, get_output_embeddings, is_container, is_named
 
-# `WHOLE` never leaves the device, whatever the placement.
+# `WHOLE` is resident, whatever the placement.
 WHOLE, EMBEDDING, TOWER, LAYER, HEAD = "whole", "embedding", "tower", "layer", "head"
 
 Item = TypeVar("Item")
@@ -25,10 +25,10 @@ Item = TypeVar("Item")
 
 @dataclass
 class FoundWeight:
-    """A frozen tensor of the base, by the name it has where it comes from, and every place that reads it.
+    """A frozen tensor of the base, by its name in the checkpoint, and every place that reads it.
 
     Attributes:
-        quantizer: the format that it is kept in; None for its own dtype.
+        quantizer: the format that it is kept in; None if it is not quantized.
     """
 
     name: str
@@ -45,7 +45,7 @@ class FoundWeight:
 
 @dataclass(eq=False)
 class FoundUnit:
-    """What is to be gathered at once, before its weights have a home."""
+    """A unit before its weights have a home."""
 
     name: str
     kind: str
@@ -54,7 +54,7 @@ class FoundUnit:
 
 @dataclass(eq=False)
 class FoundVisit:
-    """A stop in the forward's order: entering any of `modules` needs `unit`."""
+    """An entry in the order of the forward: entering any of `modules` needs `unit`."""
 
     unit: FoundUnit
     kind: str
@@ -75,15 +75,11 @@ class Structure:
 
     @property
     def units(self) -> list[FoundUnit]:
-        found: list[FoundUnit] = []
-        for visit in self.visits:
-            if not any(unit is visit.unit for unit in found):
-                found.append(visit.unit)
-        return found
+        return list(dict.fromkeys(visit.unit for visit in self.visits))
 
 
 def size_class(kind: str) -> str:
-    """Return which slots a unit of a kind takes: a layer's, or those of what is as large as the vocabulary."""
+    """Return which slots a unit of a kind takes: those of layers, or those of vocabulary-sized units."""
     return LAYER if kind in (LAYER, TOWER) else "vocabulary"
 
 
@@ -95,7 +91,7 @@ def find_structure(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) ->
 
     Args:
         model: the outermost module, usually a PeftModel.
-        is_base: tells the base's parameters from the adapter's.
+        is_base: returns whether a parameter is the base's, and not the adapter's.
 
     Raises:
         CheckpointError: no decoder layers are found.
@@ -130,8 +126,8 @@ class _Search:
         above_all = [module for path, module in named.items() if path in set.intersection(*above)]
         self.roots = [module for module in above_all if not is_container(module)]
         for parent in sorted(spine, key=lambda module: -len(self._path_of[module])):
-            self._share_out(parent, spine | set(layers), parent in above_all, model)
-        self._share_out_blocks()
+            self._assign_children(parent, spine | set(layers), parent in above_all, model)
+        self._assign_blocks()
 
     @property
     def visits(self) -> list[FoundVisit]:
@@ -141,12 +137,12 @@ class _Search:
     def _name(self, module: nn.Module) -> str:
         return _base_name(self._path_of[module])
 
-    def _share_out(self, parent: nn.Module, way: set[nn.Module], is_above_all: bool, model: nn.Module) -> None:
-        """Let the children of a module on the way to the layers belong to the embedding or the head."""
+    def _assign_children(self, parent: nn.Module, way: set[nn.Module], is_above_all: bool, model: nn.Module) -> None:
+        """Assign the children of a module above the layers to the embedding or the head."""
         stacks = {
             child: [] if child in way or is_named(model) else list(find_stacks(child)) for child in parent.children()
         }
-        # Beside towers stands a decoder as a whole: what joins them may be listed after it, and runs before.
+        # Beside towers the decoder is one module: what joins it to them may be listed after it, and runs before.
         is_beside_towers = any(stacks.values()) and not any(is_container(child) for child in stacks if child in way)
         output = get_output_embeddings(model)
         is_past_layers = False
@@ -163,8 +159,8 @@ class _Search:
             for block in (block for stack in stacks[child] for block in callable_parts(stack)):
                 self._towers.append(FoundVisit(FoundUnit(self._name(block), TOWER), TOWER, [block]))
 
-    def _share_out_blocks(self) -> None:
-        """Let the modules of layers and towers belong to them; those that several share, to the embedding."""
+    def _assign_blocks(self) -> None:
+        """Assign the modules of layers and towers to them; those that several share, to the embedding."""
         blocks = [*self._layers, *self._towers]
         uses = Counter(module for visit in blocks for module in visit.modules[0].modules())
         for visit in blocks:
@@ -173,9 +169,9 @@ class _Search:
                 self._entry_of[module] = module
 
     def place(self, weight: FoundWeight) -> None:
-        """Put a weight into a unit, and let that be entered wherever the weight is read.
+        """Put a weight in a unit, which is entered wherever the weight is read.
 
-        One that sits on a module that runs from before the layers to after them is whole all the time.
+        A weight of a module that runs from before the layers to after them is in the resident unit.
         """
         visits = [self._visit_of.get(owner.module, self._whole) for owner in weight.owners]
         chosen = visits[0] if len(set(visits)) == 1 else self._embedding
@@ -191,7 +187,7 @@ class _Search:
                 stop.modules.append(entry)
 
     def join_tied(self) -> None:
-        """Let a head that is tied to the embedding take all of the embedding's weights: one slot is theirs alone."""
+        """Move all of the embedding's weights to a head that is tied to it: they need one slot instead of two."""
         if self._tied.modules:
             self._head.unit.weights += self._embedding.unit.weights
             self._tied.modules += self._embedding.modules
@@ -199,7 +195,7 @@ class _Search:
 
 
 def find_units(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> list[FoundUnit]:
-    """Return the units, for who only reads weights, in any order; where no layers are found, each weight is one."""
+    """Return the units to read weights by, in any order; where no layers are found, each weight is one."""
     try:
         return find_structure(model, is_base).units
     except CheckpointError:
@@ -207,7 +203,7 @@ def find_units(model: nn.Module, is_base: Callable[[nn.Parameter], bool]) -> lis
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
-    """Return `count` of the items, or all if there are fewer, spread evenly: the middle of each equal stretch."""
+    """Return `count` of the items, or all if there are fewer, spread evenly: the middle one of each equal part."""
     count = min(count, len(items))
     return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
 

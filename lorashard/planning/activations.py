@@ -1,4 +1,4 @@
-"""Memory and work of one training microbatch, beside the base and the adapter."""
+"""Memory and work of one training microbatch, without the base and the adapter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Activations:
 
     Attributes:
         saved_bytes: what is kept for backward when the last decoder layer has run.
-        layer_bytes: the most on top of it, while layers run forward and backward.
-        logits_bytes: the most on top of it, while the head and the loss do; never at the same time.
-        hidden_bytes: of what one decoder layer hands to the next.
-        forward: work of each decoder layer.
-        backward: of the backward of each, with the recomputation if there is any.
-        rest: of everything else: embedding, head, loss.
-        workspace_bytes: what quantized weights are unpacked to, which is kept.
+        layer_bytes: the most on top of it while layers run forward and backward.
+        logits_bytes: the most on top of it while the head and the loss run; never at the same time.
+        hidden_bytes: of the hidden states between two decoder layers.
+        forward: work of the forward of each decoder layer.
+        backward: work of the backward of each, with its recomputation if there is any.
+        rest: work of everything else: embedding, head, loss.
+        workspace_bytes: of the buffer that quantized weights are unpacked into.
     """
 
     saved_bytes: int
@@ -38,11 +38,11 @@ class Activations:
 
 
 def recompute_some(recomputed: Activations, saved: Activations, num_layers: int) -> Activations:
-    """Return the activations where `num_layers` decoder layers, spread evenly, are recomputed and others save theirs.
+    """Return the activations where `num_layers` decoder layers, spread evenly, are recomputed.
 
     Args:
-        recomputed: where all layers are.
-        saved: where none is.
+        recomputed: the activations where all layers are.
+        saved: those where none is.
     """
     count = len(saved.forward)
     chosen = set(spread(range(count), num_layers))

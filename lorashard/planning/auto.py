@@ -1,4 +1,4 @@
-"""From a model's name to a plan: for machines that are named, or together on the ranks that are running."""
+"""From a model's name to a plan: for given machines, or collectively on the ranks that are running."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .trace import Microbatch, trace
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What is loaded: as in `lorashard.load`, of whose `quantization` nothing is left to choose here.
+    """What is loaded, as in `lorashard.load`.
 
     Attributes:
         stored: the format of files whose quantized bytes are kept as they are; `settle` finds it.
@@ -58,28 +58,29 @@ class BaseModel:
         return model
 
     def settle(self) -> tuple[BaseModel, str | None]:
-        """Return this as it will be kept, which files that are quantized decide, and a sentence that says so of such.
+        """Return this with the quantization of files that are quantized already, and a note on these.
 
         Raises:
-            CheckpointError: there is no config to be had, or its files are in a format that cannot be read.
+            CheckpointError: the config cannot be found, or the files are in a format that cannot be read.
             ConfigError: the files are quantized already, to another format than is asked for.
         """
         stored = find_stored(self.model_name_or_path, self.revision)
         if stored is None:
             return self, None
         quantization = settle_quantization(stored, self.quantization, self.model_name_or_path)
-        outcome = f"dequantized to {name_of(self.dtype)} while it is read"
         kept = stored if stored.quantization is not None else None
-        if kept is not None:
-            outcome = "its bytes are kept as they are, those of all linear weights of decoder layers"
-            outcome += " but the modules that its config names, it is assumed" if kept.skipped else ", it is assumed"
+        if kept is None:
+            outcome = f"dequantized to {name_of(self.dtype)} while it is read"
+        else:
+            exceptions = " but the modules that its config names" if kept.skipped else ""
+            outcome = f"assumed to hold all linear weights of decoder layers{exceptions} in it, which are kept so"
         note = f"{self.model_name_or_path} is stored in {stored.description}: {outcome}"
         return replace(self, quantization=quantization, stored=kept), note
 
 
 @dataclass(frozen=True)
 class Training:
-    """How it is trained.
+    """How a model is trained.
 
     Attributes:
         optimizer: transformers' name of it.
@@ -102,10 +103,10 @@ def plan_training(
 ) -> Plan:
     """Return what each placement would cost, and the one to take among those that `options` leave open.
 
-    Reads the model's config and headers alone.
+    Reads only the model's config and headers.
 
     Args:
-        given: what is taken, whatever it costs.
+        given: the placement to take, whatever it costs.
 
     Raises:
         UserError: the model cannot be found or planned.
@@ -114,12 +115,12 @@ def plan_training(
     base, stored = base.settle()
     with told_work("computing what a step of the model takes", dist.get_rank() == 0):
         size, workload = _measure(base, training, options)
-    # A run whose placement is given reads the files next: nothing is asked of the hub for its sake. Packed numbers are
-    # not to be counted.
+    # A run whose placement is given reads the files next, so the hub is not asked for their headers. Those of quantized
+    # files do not have the numbers of parameters.
     difference = compare_with_headers(size, base.revision) if given is None and stored is None else None
     notes = [*notes, *(note for note in (stored, difference) if note)]
     plan = make_plan(size, workload, cluster, options, notes, given)
-    # Files that are kept as they are have no other format.
+    # Files that are quantized already are kept in their format.
     is_open = base.quantization is None or (stored is None and base.quantization.format != "nf4")
     if plan.chosen is None and is_open:
         return replace(plan, reason=f"{plan.reason}; {_describe_quantized(base, training, cluster, options)}")
@@ -127,7 +128,7 @@ def plan_training(
 
 
 def _measure(base: BaseModel, training: Training, options: PlacementOptions) -> tuple[ModelSize, Workload]:
-    """Return how large a model is, and what a step of its training takes, whatever the placement."""
+    """Return how large a model is, and what a step of its training takes under any placement."""
     model = base.build(options.unit_paths)
     size = measure_model(model, base.quantization, base.stored)
     microbatch = training.microbatch
@@ -146,7 +147,7 @@ def _measure(base: BaseModel, training: Training, options: PlacementOptions) -> 
 
 
 def _describe_quantized(base: BaseModel, training: Training, cluster: Cluster, options: PlacementOptions) -> str:
-    """Say what fits with 4 bits for a weight, where nothing does with as many as there are."""
+    """Return what would fit with nf4, where nothing fits without."""
     size, workload = _measure(replace(base, quantization=Quantization("nf4")), training, options)
     plan = make_plan(size, workload, cluster, options)
     if plan.chosen is None:
@@ -165,16 +166,16 @@ def plan_given(
     node_size: int | None,
     longest_s: float = 60.0,
 ) -> Plan:
-    """Return what the placement costs that `options` say, beside the others, as far as this rank can tell by itself.
+    """Return what the placement that `options` give costs, beside the others, without asking other ranks.
 
-    Measures nothing: the speeds are those that were measured here before, or else those of such a device.
+    Measures nothing: the speeds were measured here before, or are those of a known device.
 
     Args:
         node_size: ranks on this node, where that is known.
-        longest_s: after which it gives up, for the other ranks wait.
+        longest_s: seconds after which it gives up, since the other ranks wait.
 
     Raises:
-        Exception: the model cannot be planned, or the placement cannot be: see `explained_planning`.
+        Exception: the model or the placement cannot be planned: see `explained_planning`.
 
     Ranks: local.
     """
@@ -189,7 +190,7 @@ def plan_given(
 
 
 class _Deadline(TorchFunctionMode):
-    """Ends what calls torch for too long: a model that goes through a row token by token takes minutes to plan."""
+    """Stops planning that takes too long: a model whose code loops over the tokens of a sequence takes minutes."""
 
     def __init__(self, longest_s: float) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ def plan_here(base: BaseModel, training: Training, device: torch.device, options
     """Return one plan on all ranks, for the memory that is free and the speeds that are measured on them.
 
     Raises:
-        UserError: the model cannot be found or planned; on all ranks alike.
+        UserError: the model cannot be found or planned, on all ranks alike.
 
     Ranks: collective over all ranks.
     """

@@ -1,4 +1,4 @@
-"""How many prompts are answered at once, and by which rank."""
+"""How many prompts are answered in one batch, and by which rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from .inference import count_cache_bytes
 
-# Activations of the widest part of a layer, in rows of the hidden and of the MLP's width, while a prompt is read.
+# Activations of the widest part of a layer while a prompt is read: for each token, vectors of the hidden and MLP width.
 _HIDDEN_COPIES = 8
 _MLP_COPIES = 3
 # A logit in float32, its sorted copy with its index, its probability and their sum.
@@ -17,11 +17,11 @@ _LOGIT_BYTES = 24
 
 
 def count_row_bytes(config: PreTrainedConfig, dtype: torch.dtype, prompt_tokens: int, max_new_tokens: int) -> int:
-    """Return the bytes that a row of a batch takes while it is answered: cache, activations, mask and logits."""
+    """Return the bytes that a sequence of a batch takes while it is answered: cache, activations, mask and logits."""
     text = config.get_text_config()
     mlp_width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     token_bytes = (_HIDDEN_COPIES * text.hidden_size + _MLP_COPIES * mlp_width) * dtype.itemsize
-    # A padded batch has a mask of its own for each row; plain attention keeps each head's weights, too.
+    # A padded batch has a mask for each sequence; eager attention keeps each head's weights, too.
     heads = text.num_attention_heads if getattr(text, "_attn_implementation", None) == "eager" else 0
     mask_bytes = prompt_tokens**2 * (1 + dtype.itemsize + heads * (4 + dtype.itemsize))
     # The cache of a layer grows by being copied.
@@ -31,14 +31,14 @@ def count_row_bytes(config: PreTrainedConfig, dtype: torch.dtype, prompt_tokens:
 
 
 def plan_batches(lengths: Sequence[int], num_ranks: int, count_rows: Callable[[int], int]) -> list[list[list[int]]]:
-    """Deal rows of like length to batches, the longest first, and each batch's to ranks, as evenly as can be.
+    """Put prompts of similar length into batches, the longest first, and share each batch evenly among the ranks.
 
     Args:
-        lengths: tokens of each row.
-        count_rows: how many rows of at most that length a rank takes at once, 1 or more.
+        lengths: tokens of each prompt.
+        count_rows: how many prompts of at most that length a rank takes at once, 1 or more.
 
     Returns:
-        For each batch, for each rank, the indices of its rows; some ranks may have none in the last batch.
+        For each batch, for each rank, the indices of its prompts; some ranks may have none in the last batch.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches = []

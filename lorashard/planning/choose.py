@@ -18,6 +18,7 @@ from ..config.placement import (
 from ..config.quantization_options import describe_quantization
 from ..errors import ConfigError, UserError
 from ..runtime import dist
+from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import show_bytes
 from .costs import Row, Workload, compute_row, fit_resident_layers, fit_saving_layers
 from .hardware import Cluster
@@ -28,7 +29,7 @@ _TIE = 0.01
 
 
 class PlanError(ConfigError):
-    """A model that runs, but whose needs cannot be told beforehand."""
+    """A model that runs, but whose costs cannot be predicted."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Plan:
     """Every placement's costs, and the one to take.
 
     Attributes:
-        model, cluster: what was planned for, in words.
+        model, cluster: descriptions of what was planned for.
         rows: from the simplest placement to the last resort.
         chosen: the index of a row, or None if none fits.
         reason: why, in a sentence.
-        notes: what the reader should know of the figures.
-        quantization: of the base, in words; None for its own dtype.
+        notes: what the reader should know about the figures.
+        quantization: a description of the base's; None for its own dtype.
     """
 
     model: str
@@ -61,7 +62,7 @@ class Plan:
             ConfigError: none fits.
         """
         if self.chosen is None:
-            raise ConfigError(self.reason)
+            raise ConfigError(self.reason, option="placement")
         return self.rows[self.chosen]
 
     def to_json(self) -> dict[str, Any]:
@@ -86,45 +87,56 @@ def make_plan(
     """Return the costs of every placement, and the fastest that fits.
 
     Args:
-        options: what a person has chosen already. Other placements are shown, but not taken.
-        given: what is taken, whatever it costs: nothing is left to choose.
+        options: what is given already. Other placements are shown, but not taken.
+        given: what is taken, whatever it costs, where nothing is left to choose.
     """
     options = options or PlacementOptions()
     candidates = list(_candidates(size, workload, cluster, options))
     if given is not None and given not in candidates:
         candidates.append(given)
     rows = [compute_row(size, workload, cluster, placement) for placement in candidates]
-    wanted = options.combine()["placement"]
-    allowed = [index for index, placement in enumerate(candidates) if wanted in ("auto", placement.placement)]
-    fitting = [index for index in allowed if rows[index].fits]
-    # What the network carries is a guess, and others may want it: no base crosses it that fits inside the nodes.
-    at_home = {candidates[index].placement for index in fitting if not _crosses_nodes(candidates[index], cluster)}
-    fitting = [
-        index
-        for index in fitting
-        if candidates[index].placement not in at_home or not _crosses_nodes(candidates[index], cluster)
-    ]
-    chosen = None
-    for index in fitting:
-        if chosen is None or rows[index].tokens_per_s > rows[chosen].tokens_per_s * (1 + _TIE):
-            chosen = index
+    asked = options.combine()["placement"]
+    allowed = [row for row in rows if asked in ("auto", row.placement.placement)]
     if given is None:
+        chosen = _choose(allowed, cluster)
         reason = _explain(rows, allowed, chosen, cluster)
     else:
-        chosen = candidates.index(given)
-        reason = _explain_given(rows[chosen], cluster)
+        chosen = rows[candidates.index(given)]
+        reason = _explain_given(chosen, cluster)
     count = size.num_parameters
     shown_count = f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
     quantization = None if size.quantization is None else describe_quantization(size.quantization)
     model = f"{size.name}: {shown_count} parameters, {show_bytes(size.base_bytes)}"
-    model += f" {quantization}" if quantization else ""
-    return Plan(model, str(cluster), cluster.free_bytes, tuple(rows), chosen, reason, tuple(notes), quantization)
+    return Plan(
+        model=f"{model} {quantization}" if quantization else model,
+        cluster=str(cluster),
+        free_bytes=cluster.free_bytes,
+        rows=tuple(rows),
+        chosen=None if chosen is None else rows.index(chosen),
+        reason=reason,
+        notes=tuple(notes),
+        quantization=quantization,
+    )
+
+
+def _choose(allowed: Sequence[Row], cluster: Cluster) -> Row | None:
+    """Return the fastest row that fits, the first of those that are about as fast; None if none fits."""
+    fitting = [row for row in allowed if row.fits]
+    # The network's speed is a guess, and it may be shared: no base crosses it that fits inside the nodes.
+    inside = {row.placement.placement for row in fitting if row.placement.group_size <= cluster.ranks_per_node}
+    chosen = None
+    for row in fitting:
+        if row.placement.group_size > cluster.ranks_per_node and row.placement.placement in inside:
+            continue
+        if chosen is None or row.tokens_per_s > chosen.tokens_per_s * (1 + _TIE):
+            chosen = row
+    return chosen
 
 
 def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
     """Return one plan on every rank, made by rank 0 for the rank that has least memory.
 
-    Ranks that planned apart would wait for each other for ever.
+    Ranks with different plans would wait for each other forever.
 
     Args:
         free_bytes: device memory that is free on this rank.
@@ -136,26 +148,22 @@ def agree_on_plan(free_bytes: int, plan: Callable[[int], Plan]) -> Plan:
     Ranks: collective over all ranks.
     """
     least_bytes = min(dist.gather_objects(free_bytes))
-    made: Plan | UserError | None = None
-    if dist.get_rank() == 0:
-        try:
-            with explained_planning():
-                made = plan(least_bytes)
-        except UserError as error:
-            made = error
-    made = dist.broadcast_object(made)
-    if isinstance(made, UserError):
-        raise made
+
+    def make() -> Plan:
+        with explained_planning():
+            return plan(least_bytes)
+
+    made = dist.broadcast_object(raise_on_all_ranks(make, on_rank=0))
     assert made is not None
     return made
 
 
 @contextmanager
 def explained_planning() -> Iterator[None]:
-    """Say of any error that a model cannot be planned: planning runs its own code, which may raise anything.
+    """Raise a `PlanError` in place of any error that is no UserError: a model's own code runs, and may raise anything.
 
     Raises:
-        UserError: planning's own, or a `PlanError` in place of another error.
+        UserError: planning's own, or a `PlanError`.
     """
     try:
         yield
@@ -181,9 +189,8 @@ def name_placement(placement: ResolvedPlacement, num_ranks: int) -> str:
 def _candidates(
     size: ModelSize, workload: Workload, cluster: Cluster, options: PlacementOptions
 ) -> Iterator[ResolvedPlacement]:
-    """Yield what can be chosen, the simplest first."""
+    """Yield the placements to choose from, the simplest first."""
     meant = options.combine()
-    everyone, on_node = cluster.num_ranks, cluster.ranks_per_node
     is_cpu = cluster.hardware.device_type == "cpu"
     asked_size, asked_layers = meant["shard_group_size"], meant["resident_layers"]
 
@@ -203,11 +210,11 @@ def _candidates(
 
     check_num_layers("resident_layers", asked_layers, len(size.layers))
     check_num_layers("activation_checkpointing_layers", options.activation_checkpointing_layers, len(size.layers))
-    groups = [choose_group_size(asked_size, everyone, on_node)]
-    check_group_size(groups[0], everyone)
-    if asked_size is None and groups[0] < everyone:
-        groups.append(everyone)  # through the network, if a node cannot hold the base
-    streaming = [make("shard", group) for group in groups if everyone > 1]
+    groups = [choose_group_size(asked_size, cluster.num_ranks, cluster.ranks_per_node)]
+    check_group_size(groups[0], cluster.num_ranks)
+    if asked_size is None and groups[0] < cluster.num_ranks:
+        groups.append(cluster.num_ranks)  # through the network, if a node cannot hold the base
+    streaming = [make("shard", group) for group in groups if cluster.num_ranks > 1]
     if not is_cpu or meant["placement"] == "host":  # on a CPU the host's memory is the device's
         streaming += [make("host", group) for group in groups]
     for placement in [make("replicate", 1), *streaming, make("file", 1)]:
@@ -224,37 +231,31 @@ def _candidates(
                 yield resident
 
 
-def _crosses_nodes(placement: ResolvedPlacement, cluster: Cluster) -> bool:
-    return placement.group_size > cluster.ranks_per_node
+def _describe_room(row: Row, cluster: Cluster) -> str:
+    return f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
 
 
 def _explain_given(row: Row, cluster: Cluster) -> str:
     name = name_placement(row.placement, cluster.num_ranks)
     if row.lacks:
         return f"{name}, as asked, which is predicted to need {row.lacks}"
-    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
-    return f"{name}, as asked: {row.tokens_per_s:,.0f} tokens/s in {room}"
+    return f"{name}, as asked: {row.tokens_per_s:,.0f} tokens/s in {_describe_room(row, cluster)}"
 
 
-def _explain(rows: Sequence[Row], allowed: Sequence[int], chosen: int | None, cluster: Cluster) -> str:
+def _explain(rows: Sequence[Row], allowed: Sequence[Row], chosen: Row | None, cluster: Cluster) -> str:
     num_ranks = cluster.num_ranks
     if chosen is None:
-        least = min((rows[index] for index in allowed), key=lambda row: row.peak_bytes)
+        least = min(allowed, key=lambda row: row.peak_bytes)
         return (
             f"nothing fits: {name_placement(least.placement, num_ranks)} needs least, {least.lacks}; take more or "
             "larger GPUs, fewer tokens a microbatch, activation checkpointing, or a smaller lora_r"
         )
-    row = rows[chosen]
-    name = name_placement(row.placement, num_ranks)
-    room = f"{row.peak_bytes / 2**30:.1f} of {cluster.free_bytes / 2**30:.1f} GiB"
-    if row is rows[0] and row.fits:
+    name, room = name_placement(chosen.placement, num_ranks), _describe_room(chosen, cluster)
+    if chosen is rows[0]:
         return f"{name}: the whole base fits on each rank ({room}), and nothing is faster than to move none of it"
-    sentence = f"{name}: {row.tokens_per_s:,.0f} tokens/s in {room}, {row.wait_s / row.step_s:.0%} of a step waiting"
+    waiting = f"{chosen.wait_s / chosen.step_s:.0%} of a step waiting"
+    sentence = f"{name}: {chosen.tokens_per_s:,.0f} tokens/s in {room}, {waiting}"
     if rows[0].lacks:
         sentence += f"; replicate would need {rows[0].lacks}"
-    slower = [
-        other.tokens_per_s
-        for index, other in enumerate(rows)
-        if index in allowed and other.fits and other.tokens_per_s * (1 + _TIE) < row.tokens_per_s
-    ]
+    slower = [row.tokens_per_s for row in allowed if row.fits and row.tokens_per_s * (1 + _TIE) < chosen.tokens_per_s]
     return sentence + (f", the next best that fits reaches {max(slower):,.0f}" if slower else "")

@@ -1,4 +1,4 @@
-"""The memory and work of a fused LM head, as in TRL's trainers: logits exist only a tile at a time."""
+"""The memory and work of a fused LM head, as in TRL's trainers: logits exist one tile at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TORCH_BACKWARD_TILES = 7.25
 
 
 def fused_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return a loss of `hidden` [batch, tokens, hidden] that allocates what TRL's does; its value means nothing."""
+    """Return a loss of `hidden` [batch, tokens, hidden] that allocates what TRL's does; its value is meaningless."""
     flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     if device_type == "cuda":
-        flat = flat.clone()  # TRL picks the tokens that have a label; they may be all
+        flat = flat.clone()  # TRL selects the supervised tokens, which may be all
     return _FusedHead.apply(flat, weight, labels[:, 1:].reshape(-1).clone(), device_type).sum()
 
 

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 _GB = 1e9
 _GIB = 2**30
-# What programs reach of the figures in data sheets: large bf16 matmuls, copies in memory, transfers.
+# The share of the figures in data sheets that programs reach: large bf16 matmuls, copies in memory, transfers.
 _MATMUL_SHARE = 0.7
 _MEMORY_SHARE = 0.8
 _LINK_SHARE = 0.8
@@ -26,7 +26,7 @@ class Hardware:
     """One rank's device and its links, as fast as programs see them.
 
     Attributes:
-        memory_bytes: of the device; on a CPU this rank's share.
+        memory_bytes: of the device; on a CPU of the machine.
         flops_per_s: of large matmuls in the compute dtype.
         memory_bytes_per_s: read and written by everything else.
         host_bytes_per_s: from pinned host memory to the device.
@@ -55,8 +55,8 @@ class Cluster:
     """Ranks on nodes that are alike.
 
     Attributes:
-        free_bytes: device memory that the smallest rank may use; `Hardware.memory_bytes` less what others took.
-        free_host_bytes: host memory of a node that is free; None where it is not known.
+        free_bytes: device memory that the rank with the least may use.
+        free_host_bytes: free host memory of a node; None where it is not known.
     """
 
     hardware: Hardware
@@ -104,14 +104,14 @@ def known_gpu_types() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HardwareOptions:
-    """Machines to plan for, as a person names them; None where this one counts.
+    """Machines to plan for, as the command line names them; None stands for this machine's.
 
     Attributes:
         gpu_type: a name of `known_gpu_types`.
         gpu_memory: such as 24GiB.
-        nodes: how many.
-        peer_gb_per_s: what a rank receives in a gather inside a node.
-        network_gb_per_s: what a node receives from others.
+        nodes: how many nodes.
+        peer_gb_per_s: GB/s that a rank receives in a gather inside a node.
+        network_gb_per_s: GB/s that a node receives from others.
     """
 
     gpu_type: str | None = None
@@ -135,7 +135,9 @@ class HardwareOptions:
             return None
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB|G)?\s*", self.gpu_memory, re.IGNORECASE)
         if match is None or float(match[1]) <= 0:
-            raise ConfigError(f"gpu_memory: expected an amount such as 24GiB or 80GB, found '{self.gpu_memory}'")
+            raise ConfigError(
+                option="gpu_memory", expected="an amount such as 24GiB or 80GB", found=repr(self.gpu_memory)
+            )
         scale = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}[(match[2] or "GiB").lower()]
         return int(float(match[1]) * scale)
 
@@ -174,9 +176,9 @@ def find_gpu_type(gpu_type: str) -> Hardware:
 
 
 def guess_gpu_type(device_name: str, memory_bytes: int) -> str:
-    """Return the known GPU that a driver's name means; where it names none, the one nearest in memory.
+    """Return the known GPU that a driver's name means, or else the one nearest in memory.
 
-    Memory also tells apart what names do not, such as an A100 with 40 and with 80 GB.
+    Memory also decides between GPUs of one name, such as an A100 with 40 and with 80 GB.
     """
     name = re.sub("[^a-z0-9]", "", device_name.lower())
     words = {gpu_type: re.sub("(-[0-9]+gb|-sxm)$|^rtx|-", "", gpu_type) for gpu_type in _KNOWN_GPUS}
@@ -188,7 +190,7 @@ def guess_gpu_type(device_name: str, memory_bytes: int) -> str:
 
 
 def usable_bytes(memory_bytes: int) -> int:
-    """Return what of a GPU a run can plan with: the driver's context, libraries and fragmentation take the rest."""
+    """Return the bytes of a GPU that a run can plan with; context, libraries and fragmentation take the rest."""
     return max(0, int(memory_bytes * 0.95) - _GIB)
 
 
@@ -197,5 +199,9 @@ def _check_gpu_type(gpu_type: str) -> None:
         written = gpu_type.lower().replace("_", "-").replace(" ", "")
         nearest = [name for name in _KNOWN_GPUS if name.startswith(written)]
         nearest = nearest or difflib.get_close_matches(written, _KNOWN_GPUS, n=1, cutoff=0.4)
-        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
-        raise ConfigError(f"gpu_type: '{gpu_type}' is not known; {hint}known are {', '.join(_KNOWN_GPUS)}")
+        raise ConfigError(
+            option="gpu_type",
+            expected=f"one of {', '.join(_KNOWN_GPUS)}",
+            found=repr(gpu_type),
+            fix=f"did you mean {' or '.join(nearest)}?" if nearest else None,
+        )

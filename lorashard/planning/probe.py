@@ -1,14 +1,13 @@
-"""How fast this machine is, measured in a few seconds and remembered for the next run."""
+"""How fast this machine is: measured in a few seconds, and cached for the next run."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import psutil
 import torch
 
 from ..runtime import dist
+from ..runtime.devices import read_cpu_name
 from ..runtime.dtypes import name_of
 from ..runtime.progress import told_work
 from .hardware import Hardware, find_gpu_type, guess_gpu_type, usable_bytes
@@ -24,12 +24,12 @@ _SECONDS_EACH = 0.15
 # The matmuls of a layer are smaller than the one that is measured.
 _MATMUL_SHARE = 0.8
 _CPU_KERNEL_S = 4e-6
-# Of a core, and of a machine's memory, where nothing was measured.
+# Of a core, and of a machine's memory, if nothing was measured.
 _CPU_FLOPS_PER_S = 30e9
 _CPU_BYTES_PER_S = 5e9
 _MATMUL_WIDTH = {"cuda": 8192, "cpu": 1024}
 _COPY_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
-# gloo between processes of one machine: through sockets, so several copies, on the cores that compute.
+# gloo between processes of one machine goes through sockets: several copies, on the cores that compute.
 _LOOPBACK_SHARE = 0.1
 
 _Values = dict[str, Any]
@@ -48,11 +48,11 @@ class Speeds:
 
 
 def probe(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -> Hardware:
-    """Return this machine's speeds: those remembered, or measured now. The slowest rank counts.
+    """Return this machine's speeds, from the cache or measured now: those of the slowest rank.
 
     Args:
-        dtype: what is computed in.
-        cache: the file that remembers; by default in the user's cache folder.
+        dtype: that the base computes in.
+        cache: a JSON file; by default in the user's cache folder.
 
     Ranks: collective over all ranks.
     """
@@ -69,7 +69,7 @@ def probe(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -
 
 
 def recall_hardware(device: torch.device, dtype: torch.dtype, cache: Path | None = None) -> tuple[Hardware, str | None]:
-    """Return this machine's speeds without measuring: those remembered, or else a guess, which a sentence then says.
+    """Return this machine's speeds without measuring, and a note where they are not in the cache but guessed.
 
     Args:
         dtype, cache: as for `probe`.
@@ -83,10 +83,7 @@ def recall_hardware(device: torch.device, dtype: torch.dtype, cache: Path | None
         flops_per_s, speed = _CPU_FLOPS_PER_S * torch.get_num_threads(), _CPU_BYTES_PER_S
         guess = Speeds(flops_per_s, speed, speed, speed, None)
         return _to_hardware(guess, device), "the speeds are guessed: this machine was not measured yet"
-    properties = torch.cuda.get_device_properties(device)
-    found = find_gpu_type(guess_gpu_type(properties.name, properties.total_memory))
-    note = f"the speeds are those of {found.name}: this machine was not measured yet"
-    return dataclasses.replace(found, name=properties.name, memory_bytes=properties.total_memory), note
+    return _recognize(device), "the speeds come from the table of known GPUs: this machine was not measured yet"
 
 
 def measure_free_bytes(device: torch.device, ranks_per_node: int) -> int:
@@ -125,25 +122,23 @@ def measure_speeds(device: torch.device, dtype: torch.dtype) -> Speeds:
 
 
 def _measure_peers(device: torch.device, num_bytes: int) -> float | None:
-    """Return what a rank receives each second in a gather inside its node, or in copies between two GPUs where there is
-    one process.
+    """Return the bytes a second that a rank receives in a gather inside its node, or in copies between two GPUs where
+    there is one process.
 
     Ranks: collective over all ranks.
     """
     world_size = dist.get_world_size()
     size = dist.find_node_size() or world_size
     if size > 1:
-        # The default group is there already.
+        # The default group exists already.
         group = dist.ShardGroup(dist.get_rank(), size) if size == world_size else dist.ShardGroup.of_size(size)
         shard = torch.ones(num_bytes // 4 // size, dtype=torch.uint8, device=device)
-        whole = torch.empty(shard.numel() * size, dtype=torch.uint8, device=device)
-        # As often on each rank.
-        gather_s = _time(lambda: group.all_gather(whole, shard).wait(), device, num_times=5)
+        gathered = torch.empty(shard.numel() * size, dtype=torch.uint8, device=device)
+        # Each rank has to gather equally often.
+        gather_s = _time(lambda: group.all_gather(gathered, shard).wait(), device, num_times=5)
         return shard.numel() * (size - 1) / gather_s
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        other = torch.device(
-            "cuda", (device.index or 0) + 1 if (device.index or 0) + 1 < torch.cuda.device_count() else 0
-        )
+        other = torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count())
         here = torch.ones(num_bytes // 4, device=device)
         there = torch.ones(num_bytes // 4, device=other)
         return num_bytes / _time(lambda: here.copy_(there), device)
@@ -170,38 +165,26 @@ def _time(run: Callable[[], object], device: torch.device, num_times: int | None
 
 
 def _to_hardware(speeds: Speeds, device: torch.device) -> Hardware:
-    if device.type == "cpu":
-        loopback = speeds.memory_bytes_per_s * _LOOPBACK_SHARE
-        peer = speeds.peer_bytes_per_s or loopback
-        memory_bytes = psutil.virtual_memory().total
-        return Hardware(
-            "CPU rank",
-            "cpu",
-            memory_bytes,
-            speeds.flops_per_s,
-            speeds.memory_bytes_per_s,
-            speeds.host_bytes_per_s,
-            speeds.file_bytes_per_s,
-            peer,
-            peer,
-            _CPU_KERNEL_S,
-            is_overlapping=False,
-        )
+    measured = {name: value for name, value in asdict(speeds).items() if value is not None}
+    if device.type == "cuda":
+        return replace(_recognize(device), **measured)
+    peer_bytes_per_s = speeds.peer_bytes_per_s or speeds.memory_bytes_per_s * _LOOPBACK_SHARE
+    return Hardware(
+        name="CPU rank",
+        device_type="cpu",
+        memory_bytes=psutil.virtual_memory().total,
+        network_bytes_per_s=peer_bytes_per_s,
+        kernel_s=_CPU_KERNEL_S,
+        is_overlapping=False,
+        **measured | {"peer_bytes_per_s": peer_bytes_per_s},
+    )
+
+
+def _recognize(device: torch.device) -> Hardware:
+    """Return the known GPU that a device is nearest to, under the device's own name and with its memory."""
     properties = torch.cuda.get_device_properties(device)
     known = find_gpu_type(guess_gpu_type(properties.name, properties.total_memory))
-    return Hardware(
-        properties.name,
-        "cuda",
-        properties.total_memory,
-        speeds.flops_per_s,
-        speeds.memory_bytes_per_s,
-        speeds.host_bytes_per_s,
-        speeds.file_bytes_per_s,
-        speeds.peer_bytes_per_s or known.peer_bytes_per_s,
-        known.network_bytes_per_s,
-        known.kernel_s,
-        is_overlapping=True,
-    )
+    return replace(known, name=properties.name, memory_bytes=properties.total_memory)
 
 
 def _find_cache() -> Path:
@@ -213,15 +196,9 @@ def _describe_machine(device: torch.device, dtype: torch.dtype) -> str:
         name = torch.cuda.get_device_name(device)
         driver = f"CUDA {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
     else:
-        name, driver = _read_cpu_name(), f"{torch.get_num_threads()} threads"
+        name, driver = read_cpu_name(), f"{torch.get_num_threads()} threads"
     ranks = f"{dist.get_world_size()} ranks"
     return ", ".join((name, driver, f"torch {torch.__version__}", name_of(dtype), ranks))
-
-
-def _read_cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def _least(values: list[float | None]) -> float | None:

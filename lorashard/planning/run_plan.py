@@ -1,4 +1,4 @@
-"""The plan of a run: its options, turned into what `lorashard.planning` computes with."""
+"""The plan of a run: from its configuration to what the rest of `lorashard.planning` computes with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASSUMED_PROMPT_TOKENS = 512
 
 
 def forecast(config: RunConfig, wanted: HardwareOptions, *, epoch_tokens: int | None = None) -> tuple[Plan, Cluster]:
-    """Return the plan of a run on the machines that are wanted, or else on this one, and those machines.
+    """Return the plan of a run on the machines that are given, or else on this one, and those machines.
 
     Raises:
         UserError: as for `find_cluster` and `plan_run`.
@@ -42,11 +42,11 @@ def plan_run(
 ) -> Plan:
     """Return what each placement would cost a run on `cluster`, and the one to take.
 
-    Reads the model's config and headers alone.
+    Reads only the model's config and headers.
 
     Args:
-        epoch_tokens: of the data, where it is known.
-        notes: what the reader should know of `cluster`.
+        epoch_tokens: tokens of an epoch, where they are known.
+        notes: what the reader should know about `cluster`.
 
     Raises:
         UserError: the model cannot be found or planned, or there is no length to plan for.
@@ -55,9 +55,9 @@ def plan_run(
         notes = [*notes, "the dataset is not read here: give the tokens of an epoch with --epoch_tokens for its time"]
     method = config.trl_method
     if method.uncounted:
-        notes = [*notes, f"of {method.name} it is not counted: {method.uncounted}"]
+        notes = [*notes, f"not counted for {method.name}: {method.uncounted}"]
     if method.generates:
-        notes = [*notes, f"prompts are taken to have {_ASSUMED_PROMPT_TOKENS} tokens"]
+        notes = [*notes, f"prompts are assumed to have {_ASSUMED_PROMPT_TOKENS} tokens"]
     training = describe_training(config, cluster.hardware.device_type, cluster.num_ranks, epoch_tokens=epoch_tokens)
     return plan_training(describe_base(config), training, cluster, config, notes)
 
@@ -82,12 +82,12 @@ def describe_training(
     longest_tokens: int | None = None,
     epoch_tokens: int | None = None,
 ) -> Training:
-    """Return how a run trains; a microbatch is the largest that can come.
+    """Return how a run trains; the microbatch is the largest that is possible.
 
     Args:
-        longest_tokens: of the data's rows, or of its prompts where they are to be answered, where it is known; else
+        longest_tokens: of the examples, or of the prompts where the method generates, where it is known; else
             `max_length` is planned for.
-        epoch_tokens: of the data, where it is known.
+        epoch_tokens: tokens of an epoch, where they are known.
 
     Raises:
         ConfigError: there is no length to plan for.
@@ -127,7 +127,7 @@ def _describe_microbatch(
 def _find_loss(method: Method, options: dict[str, Any]) -> Literal["model", "fused", "score"]:
     if method.is_classifier:
         return "score"
-    # Smoothing needs whole logits; TRL's trainers keep their loss fused in every other case.
+    # Label smoothing needs all logits at once; TRL's trainers use their fused loss in every other case.
     return "model" if options["label_smoothing_factor"] else "fused"
 
 
@@ -137,12 +137,12 @@ def _find_row_tokens(config: RunConfig, options: dict[str, Any], longest_tokens:
     max_length = config.max_length if config.trl_method.is_prepared_here else options["max_length"]
     known = [length for length in ([max_length] if config.packing else [max_length, longest_tokens]) if length]
     if not known:
-        raise ConfigError("max_length: planning needs the length of a row; give --max_length")
+        raise ConfigError("planning needs the length of a sequence", option="max_length", fix="give --max_length")
     return min(known)
 
 
 def _read_settled_dtype(config: RunConfig) -> torch.dtype:
-    assert config.dtype != "auto", "what it becomes is settled for a device first"
+    assert config.dtype != "auto", "settle_dtype_here comes first"
     return getattr(torch, config.dtype)
 
 
@@ -151,10 +151,10 @@ def settle_dtype_here(
     device: torch.device | None,
     explain: Callable[[torch.device], str | None] | None = None,
 ) -> tuple[RunConfig, Sequence[str]]:
-    """Return the configuration with what `dtype: auto` becomes on this machine, and what there is to say of it.
+    """Return the configuration with what `dtype: auto` becomes on this machine, and notes on it.
 
     Args:
-        device: None for GPUs that are not here: all that are known have bfloat16.
+        device: None for GPUs that are not here: all known ones have bfloat16.
         explain: as for `choose_dtype`.
     """
     if device is None:
@@ -164,7 +164,7 @@ def settle_dtype_here(
 
 
 def find_planned_device(config: RunConfig, wanted: HardwareOptions) -> torch.device | None:
-    """Return the device of this machine that a plan is for; None where it is for GPUs that are not here."""
+    """Return the device of this machine that a plan is for, or None if it is for GPUs that are not here."""
     if config.cpu is not None:
         return torch.device("cpu")
     visible = find_gpus()
@@ -178,13 +178,13 @@ def _count_gpus(config: RunConfig) -> int | None:
 
 
 def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, Sequence[str]]:
-    """Return the machines to plan for, those asked for or else this one, and what had to be assumed.
+    """Return the machines to plan for, those given or else this one, and notes on what had to be assumed.
 
     Args:
-        config: with a dtype that is settled, in which this machine's speed is measured.
+        config: its dtype is not `auto`; this machine's speed is measured in it.
 
     Raises:
-        ConfigError: the options ask for GPUs, and neither are they here nor is a type or an amount of memory given.
+        ConfigError: the GPUs of the options are not here, and neither a type nor an amount of memory is given.
     """
     device, num_gpus = find_planned_device(config, wanted), _count_gpus(config)
     if config.cpu is not None and device is not None:
@@ -200,13 +200,15 @@ def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, S
         return Cluster(hardware, num_gpus or visible.count, wanted.nodes, free_bytes, host_bytes), ()
     if wanted.gpu_type is None and given_bytes is None:
         raise ConfigError(
-            f"{num_gpus or 1} GPUs are to be planned for, but {visible.count} are visible: give --gpu_type "
-            f"({', '.join(known_gpu_types())}), or --gpu_memory, or --cpu N"
+            option="gpus",
+            expected=f"{num_gpus or 1} GPUs to plan for",
+            found=f"{visible.count}",
+            fix=f"give --gpu_type ({', '.join(known_gpu_types())}), or --gpu_memory, or --cpu N",
         )
     gpu_type = wanted.gpu_type or guess_gpu_type("", given_bytes or 0)
     hardware = wanted.apply(find_gpu_type(gpu_type))
     cluster = Cluster(hardware, num_gpus or 1, wanted.nodes, usable_bytes(hardware.memory_bytes))
-    notes = ["the host memory of machines that are not here is not known: compare what is needed with what they have"]
+    notes = ["the host memory of other machines is not known: compare it with what is needed"]
     if wanted.gpu_type is None:
         notes.append(f"no such GPUs are here, so their speeds are those of {gpu_type}; give --gpu_type for another")
     return cluster, notes

@@ -1,36 +1,34 @@
 """What a training microbatch moves and how long it takes: the engine's order of events, without the engine.
 
-The engine decides by a static order alone (`engine.schedule`), so the same decisions can be made here beforehand. A
-test holds both together.
+Slots are chosen by the engine's own `choose_slot`. The order of gathers is repeated here; a test compares the two.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, takewhile
 
-from ..engine.schedule import Direction, farthest
+from ..engine.schedule import Direction, choose_slot
 
 
 @dataclass(frozen=True)
-class Stop:
-    """One visit of a forward: which unit, and how long it computes.
+class TimedEntry:
+    """One entry of a forward's schedule: which unit, and how long it computes.
 
     Attributes:
-        unit: its index among the units.
+        unit: its name.
         backward_s: None where there is no backward, as for an embedding.
     """
 
-    unit: int
+    unit: str
     forward_s: float
     backward_s: float | None
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What making a unit whole takes; None instead of it for a unit that stays whole."""
+    """What it takes to unshard a unit."""
 
     size_class: str
     seconds: float
@@ -38,162 +36,134 @@ class Transfer:
     copied_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
-    """What a microbatch takes, once the slots hold what they always hold.
+    """What microbatches take.
 
     Attributes:
-        seconds: from its beginning to the next one's.
+        seconds: from the beginning of one to that of the next.
         wait_s: of these, waiting for transfers.
     """
 
-    seconds: float
-    wait_s: float
-    num_transfers: int
-    gathered_bytes: int
-    copied_bytes: int
-
-
-def simulate(
-    stops: Sequence[Stop],
-    transfers: Sequence[Transfer | None],
-    num_slots: dict[str, int],
-    prefetch: int,
-    is_overlapping: bool = True,
-) -> Traffic:
-    """Run microbatches until they repeat, and return the last.
-
-    Args:
-        transfers: of each unit.
-        num_slots: of each size class.
-        is_overlapping: whether transfers run beside the computation.
-    """
-    run = _Run(stops, transfers, num_slots, prefetch, is_overlapping)
-    for _ in range(2):
-        run.microbatch()
-    before = dict(run.totals)
-    run.microbatch()
-    return Traffic(**{name: total - before[name] for name, total in run.totals.items()})
-
-
-class _State(enum.Enum):
-    SHARDED = enum.auto()
-    WHOLE = enum.auto()
-    IDLE = enum.auto()
+    seconds: float = 0
+    wait_s: float = 0
+    gathered_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass
 class _Slot:
-    owner: int | None = None
+    owner: str | None = None
+    arrival_s: float = 0.0
     readers_done_s: float = 0.0
 
 
-@dataclass
-class _Run:
-    stops: Sequence[Stop]
-    transfers: Sequence[Transfer | None]
-    num_slots: dict[str, int]
-    prefetch: int
-    is_overlapping: bool
-    totals: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((f.name for f in fields(Traffic)), 0))
-    stream_s: float = 0.0
-    position: int = 0
-    direction: Direction = Direction.FORWARD
-    slots: dict[str, list[_Slot]] = field(init=False)
-    states: list[_State] = field(init=False)
-    arrivals_s: dict[int, float] = field(default_factory=dict)
+def simulate(
+    entries: Sequence[TimedEntry],
+    transfers: Mapping[str, Transfer],
+    num_slots: Mapping[str, int],
+    prefetch: int,
+    is_overlapping: bool = True,
+) -> Traffic:
+    """Run microbatches until they repeat, and return what the last took.
 
-    def __post_init__(self) -> None:
-        self.slots = {name: [_Slot() for _ in range(number)] for name, number in self.num_slots.items()}
-        self.states = [_State.SHARDED for _ in self.transfers]
-        self.positions = [[i for i, stop in enumerate(self.stops) if stop.unit == u] for u in range(len(self.states))]
+    Args:
+        transfers: of each unit that is sharded; the others stay unsharded.
+        num_slots: of each size class.
+        is_overlapping: whether transfers run beside the computation.
+    """
+    simulation = _Simulation(entries, transfers, num_slots, prefetch, is_overlapping)
+    for _ in range(2):
+        simulation.run_microbatch()
+    before = asdict(simulation.total)
+    simulation.run_microbatch()
+    return Traffic(**{name: total - before[name] for name, total in asdict(simulation.total).items()})
 
-    def microbatch(self) -> None:
-        self.direction = Direction.TRAINING_FORWARD
-        for position, stop in enumerate(self.stops):
-            self.position = position
-            self._make_whole(stop.unit)
-            self._start_ahead(stop.unit for stop in self.stops[position + 1 :])
-            self._add(seconds=stop.forward_s)
-            self._reshard(stop.unit)
-        for position in reversed(range(len(self.stops))):
-            stop = self.stops[position]
-            if stop.backward_s is None:
-                continue
-            self.direction = Direction.BACKWARD
-            self.position = self.positions[stop.unit][-1]
-            self._make_whole(stop.unit)
-            self._start_ahead(self._below(position))
-            self._add(seconds=stop.backward_s)
-            self._reshard(stop.unit)
-            self._start_ahead(self._below(position))
 
-    def _below(self, position: int) -> Iterator[int]:
-        for stop in reversed(self.stops[:position]):
-            if stop.backward_s is None:
-                return
-            yield stop.unit
+class _Simulation:
+    def __init__(
+        self,
+        entries: Sequence[TimedEntry],
+        transfers: Mapping[str, Transfer],
+        num_slots: Mapping[str, int],
+        prefetch: int,
+        is_overlapping: bool,
+    ) -> None:
+        self.total = Traffic()
+        self._entries = entries
+        self._transfers = transfers
+        self._prefetch = prefetch
+        self._is_overlapping = is_overlapping
+        self._slots = {name: [_Slot() for _ in range(number)] for name, number in num_slots.items()}
+        self._slot_of: dict[str, _Slot] = {}
+        self._positions = {
+            entry.unit: [i for i, other in enumerate(entries) if other.unit == entry.unit] for entry in entries
+        }
+        self._position = 0
+        self._direction = Direction.FORWARD
+        self._in_use: str | None = None
+        self._last_arrival_s = 0.0
 
-    def _start_ahead(self, units: Iterator[int]) -> None:
-        num_started = 0
-        for unit in units:
-            if num_started == self.prefetch:
-                return
-            if self.transfers[unit] is not None:
-                self._start(unit)
-                num_started += 1
+    def run_microbatch(self) -> None:
+        units = [entry.unit for entry in self._entries]
+        self._direction = Direction.TRAINING_FORWARD
+        for position, entry in enumerate(self._entries):
+            self._compute(position, entry.forward_s, units[position + 1 :])
+        self._direction = Direction.BACKWARD
+        for position, entry in reversed(list(enumerate(self._entries))):
+            if entry.backward_s is not None:
+                below = takewhile(lambda other: other.backward_s is not None, reversed(self._entries[:position]))
+                ahead = [other.unit for other in below]
+                self._compute(position, entry.backward_s, ahead)
+                self._start_ahead(ahead)
 
-    def _make_whole(self, unit: int) -> None:
-        if self.transfers[unit] is None:
+    def _compute(self, position: int, seconds: float, ahead: Iterable[str]) -> None:
+        """Unshard the unit of an entry, start the transfers of those ahead of it, compute, and reshard."""
+        self._position = position
+        unit = self._entries[position].unit
+        if unit in self._transfers:
+            self._start(unit)
+            self._in_use = unit
+            self._wait(max(0.0, self._slot_of[unit].arrival_s - self.total.seconds))
+        self._start_ahead(ahead)
+        self.total.seconds += seconds
+        if unit in self._transfers:
+            self._in_use = None
+            self._slot_of[unit].readers_done_s = self.total.seconds
+
+    def _start_ahead(self, ahead: Iterable[str]) -> None:
+        for unit in islice((unit for unit in ahead if unit in self._transfers), self._prefetch):
+            self._start(unit)
+
+    def _start(self, unit: str) -> None:
+        """Start the transfer of a unit, if it is sharded and a slot can be had."""
+        if unit in self._slot_of:
             return
-        is_started = self._start(unit)
-        assert is_started, "no slot is free"
-        self.states[unit] = _State.WHOLE
-        wait_s = max(0.0, self.arrivals_s[unit] - self.totals["seconds"])
-        self._add(seconds=wait_s, wait_s=wait_s)
-
-    def _start(self, unit: int) -> bool:
-        transfer = self.transfers[unit]
-        assert transfer is not None
-        if self.states[unit] is not _State.SHARDED:
-            return True
-        slot = self._take_slot(transfer.size_class)
-        if slot is None:
-            return False
-        slot.owner = unit
-        self.states[unit] = _State.IDLE
-        if self.is_overlapping:
-            self.stream_s = max(self.stream_s, slot.readers_done_s) + transfer.seconds
+        transfer = self._transfers[unit]
+        slots = self._slots[transfer.size_class]
+        chosen = choose_slot(
+            [slot.owner for slot in slots],
+            lambda owner: owner == self._in_use,
+            self._positions,
+            self._position,
+            self._direction,
+            len(self._entries),
+        )
+        if chosen is None:
+            return
+        slot = slots[chosen]
+        if slot.owner is not None:
+            del self._slot_of[slot.owner]
+        slot.owner, self._slot_of[unit] = unit, slot
+        if self._is_overlapping:
+            self._last_arrival_s = max(self._last_arrival_s, slot.readers_done_s) + transfer.seconds
         else:
-            self._add(seconds=transfer.seconds, wait_s=transfer.seconds)
-            self.stream_s = self.totals["seconds"]
-        self.arrivals_s[unit] = self.stream_s
-        self._add(num_transfers=1, gathered_bytes=transfer.gathered_bytes, copied_bytes=transfer.copied_bytes)
-        return True
+            self._wait(transfer.seconds)
+            self._last_arrival_s = self.total.seconds
+        slot.arrival_s = self._last_arrival_s
+        self.total.gathered_bytes += transfer.gathered_bytes
+        self.total.copied_bytes += transfer.copied_bytes
 
-    def _take_slot(self, size_class: str) -> _Slot | None:
-        slots = self.slots[size_class]
-        for slot in slots:
-            if slot.owner is None:
-                return slot
-        owned = {slot.owner: slot for slot in slots if slot.owner is not None}
-        evictable = [(unit, self.positions[unit]) for unit in owned if self.states[unit] is not _State.WHOLE]
-        victim = farthest(evictable, self.position, self.direction, len(self.stops))
-        if victim is None:
-            return None
-        self.states[victim] = _State.SHARDED
-        owned[victim].owner = None
-        return owned[victim]
-
-    def _reshard(self, unit: int) -> None:
-        if self.states[unit] is not _State.WHOLE:
-            return
-        self.states[unit] = _State.IDLE
-        for slots in self.slots.values():
-            for slot in slots:
-                if slot.owner == unit:
-                    slot.readers_done_s = self.totals["seconds"]
-
-    def _add(self, **more: float) -> None:
-        for name, value in more.items():
-            self.totals[name] += value
+    def _wait(self, seconds: float) -> None:
+        self.total.seconds += seconds
+        self.total.wait_s += seconds

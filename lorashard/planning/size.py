@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from peft import LoraConfig, PeftModel, TaskType
 
 from ..config.quantization_options import Quantization
 from ..engine import Layout
-from ..errors import CheckpointError
 from ..model.adapters import base_test, inject
 from ..model.embeddings import put_saved_embeddings
-from ..model.loading import build_skeleton
 from ..model.quantizing import quantize_structure
+from ..model.skeleton import build_skeleton
 from ..model.sources import plan_unit
-from ..model.units import EMBEDDING, HEAD, LAYER, FoundUnit, find_structure
-from ..weights.model_folder import read_config_json
+from ..model.units import LAYER, FoundUnit, find_structure, size_class
+from ..weights.hub import explain_hub_errors
+from ..weights.model_folder import CONFIG_NAME, read_config_json
 from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import StoredFormat, find_stored_format
 
 
 @dataclass(frozen=True)
-class PackedSize:
+class QuantizedSize:
     """A quantized weight.
 
     Attributes:
-        numel: its numbers.
-        parts_numel: numbers of the tensors that keep it.
-        unpacked_bytes: as it is computed with.
+        numel: of the weight itself.
+        stored_numel: of the tensors that it is stored as.
+        unpacked_bytes: of its values, in the dtype that they are computed with.
     """
 
     numel: int
-    parts_numel: int
+    stored_numel: int
     unpacked_bytes: int
 
 
@@ -46,26 +45,34 @@ class UnitSize:
     """What is gathered at once; `layout` is that of one shard.
 
     Attributes:
-        packed: the weights among its own that are quantized, whose parts are in the layout.
+        quantized: those of its weights that are; the layout has the tensors that they are stored as.
     """
 
     name: str
     kind: str
     layout: Layout
-    packed: tuple[PackedSize, ...] = ()
+    quantized: tuple[QuantizedSize, ...] = ()
 
     @property
     def num_parameters(self) -> int:
         stored = sum(math.prod(field.shape) for field in self.layout.fields)
-        return stored + sum(weight.numel - weight.parts_numel for weight in self.packed)
+        return stored + sum(weight.numel - weight.stored_numel for weight in self.quantized)
+
+    @property
+    def size_class(self) -> str:
+        return size_class(self.kind)
+
+    def shard_over(self, num_shards: int) -> UnitSize:
+        """Return it with the layout of that many shards."""
+        return replace(self, layout=replace(self.layout, num_shards=num_shards))
 
     def shard_bytes(self, num_shards: int) -> int:
         """Return what each of `num_shards` ranks keeps of it, padding included."""
-        return dataclasses.replace(self.layout, num_shards=num_shards).shard_bytes
+        return replace(self.layout, num_shards=num_shards).shard_bytes
 
     def total_bytes(self, num_shards: int) -> int:
-        """Return the bytes that a gather makes whole."""
-        return dataclasses.replace(self.layout, num_shards=num_shards).total_bytes
+        """Return the bytes that it takes unsharded, padding included."""
+        return replace(self.layout, num_shards=num_shards).total_bytes
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,9 @@ class ModelSize:
 
     Attributes:
         units: each once.
-        visits: the unit at each stop of a forward, and as what; a tied embedding's unit comes first and last.
-        adapter_parameters: what trains.
-        adapter_bytes: of these parameters themselves.
+        visits: the schedule of a forward: each unit, and its role there; a tied embedding's unit comes first and last.
+        adapter_parameters: how many parameters train.
+        adapter_bytes: of these parameters alone.
         quantization: of the base.
     """
 
@@ -97,12 +104,23 @@ class ModelSize:
 
     @property
     def workspace_bytes(self) -> int:
-        """The most that one weight is unpacked to."""
-        return max((weight.unpacked_bytes for unit in self.units for weight in unit.packed), default=0)
+        """The most that the values of one quantized weight take."""
+        return max((weight.unpacked_bytes for unit in self.units for weight in unit.quantized), default=0)
 
     @property
     def layers(self) -> tuple[UnitSize, ...]:
         return tuple(unit for unit in self.units if unit.kind == LAYER)
+
+    def first_layers(self, num_layers: int) -> ModelSize:
+        """Return the size of the model with only its first decoder layers."""
+        left_out = {unit.name for unit in self.layers[num_layers:]}
+        return replace(
+            self,
+            units=tuple(unit for unit in self.units if unit.name not in left_out),
+            visits=tuple(visit for visit in self.visits if visit[0].name not in left_out),
+            adapter_parameters=self.adapter_parameters * num_layers // len(self.layers),
+            adapter_bytes=self.adapter_bytes * num_layers // len(self.layers),
+        )
 
 
 def build_meta_model(
@@ -122,11 +140,11 @@ def build_meta_model(
         adapter: the folder of a saved one, which may have embeddings of another size.
 
     Raises:
-        CheckpointError: there is no config to be had.
+        CheckpointError: the config cannot be found.
     """
     folder = _find_config(model_name_or_path, revision)
     task_type = TaskType(lora.task_type) if lora.task_type else None
-    # A kernel package that is missing here must not keep anybody from planning for a machine that has it.
+    # Plan also for a machine that has a kernel package which is not installed here.
     attention = attn_implementation if attn_implementation in ("eager", "sdpa") else None
     skeleton = build_skeleton(model_name_or_path, folder, task_type, dtype, trust_remote_code, attention)
     if adapter is not None:
@@ -140,8 +158,8 @@ def measure_model(
     """Return the sizes of a model's units and adapter; its weights are never read.
 
     Args:
-        quantization: what the base is to be quantized to.
-        stored: of files that are quantized already; the modules that it skips stay as they are.
+        quantization: what the base is quantized to.
+        stored: the format of files that are quantized already; the modules that it skips stay as they are.
     """
     structure = find_structure(model, base_test(model))
     quantize_structure(structure, quantization)
@@ -155,38 +173,38 @@ def measure_model(
         units=tuple(sizes.values()),
         visits=tuple((sizes[id(visit.unit)], visit.kind) for visit in structure.visits),
         adapter_parameters=sum(parameter.numel() for parameter in trainable),
-        adapter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+        adapter_bytes=sum(parameter.nbytes for parameter in trainable),
         quantization=quantization,
     )
 
 
 def _measure_unit(unit: FoundUnit) -> UnitSize:
-    packed = [
-        PackedSize(
-            weight.parameter.numel(),
-            sum(math.prod(part.shape) for part in weight.parts()),
-            weight.parameter.numel() * weight.parameter.element_size(),
+    quantized = tuple(
+        QuantizedSize(
+            numel=weight.parameter.numel(),
+            stored_numel=sum(math.prod(part.shape) for part in weight.parts()),
+            unpacked_bytes=weight.parameter.nbytes,
         )
         for weight in unit.weights
         if weight.quantizer is not None
-    ]
-    return UnitSize(unit.name, unit.kind, plan_unit(unit, 1), tuple(packed))
+    )
+    return UnitSize(unit.name, unit.kind, plan_unit(unit, 1), quantized)
 
 
 def find_stored(model_name_or_path: str, revision: str | None = None) -> StoredFormat | None:
-    """Return in which quantized format a model's files are, as its config tells; None for plain numbers.
+    """Return the quantized format of a model's files, by its config; None where they are not quantized.
 
     Raises:
-        CheckpointError: there is no config to be had, or the format cannot be read.
+        CheckpointError: the config cannot be found, or the format cannot be read.
     """
     return find_stored_format(read_config_json(_find_config(model_name_or_path, revision)), model_name_or_path)
 
 
 def find_stored_dtype(model_name_or_path: str, revision: str | None = None) -> str | None:
-    """Return the name of the dtype that a model's files are in, as its config tells; None where it does not.
+    """Return the name of the dtype of a model's files, by its config; None where it has none.
 
     Raises:
-        CheckpointError: there is no config to be had.
+        CheckpointError: the config cannot be found.
     """
     values = read_config_json(_find_config(model_name_or_path, revision))
     parts = (values, values.get("text_config") or {})
@@ -196,7 +214,7 @@ def find_stored_dtype(model_name_or_path: str, revision: str | None = None) -> s
 
 
 def compare_with_headers(size: ModelSize, revision: str | None = None) -> str | None:
-    """Return a sentence if the weight files' headers tell of another model than the config, or cannot be read."""
+    """Return a sentence if the weight files' headers describe another model than the config, or cannot be read."""
     folder = Path(size.name)
     if folder.is_dir():
         if not any(folder.glob("*.safetensors")):
@@ -217,40 +235,10 @@ def compare_with_headers(size: ModelSize, revision: str | None = None) -> str | 
 
 
 def _find_config(model_name_or_path: str, revision: str | None) -> Path:
+    """Return the folder that a model's config.json is in, which is fetched where the model is the hub's."""
     folder = Path(model_name_or_path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"Expected a config.json in {folder}, found none. Give the folder of a model.")
+        read_config_json(folder)
         return folder
-    try:
-        return Path(hf_hub_download(model_name_or_path, "config.json", revision=revision)).parent
-    except HFValidationError as error:
-        raise CheckpointError(
-            f"Model {model_name_or_path!r} is neither a folder here nor a hub id of the form org/model. "
-            "Check the spelling."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"There is no folder {model_name_or_path!r} here, and its config is not in the hub's cache while the hub "
-            "cannot be asked. Check the path, or go online once."
-        ) from error
-    except HfHubHTTPError as error:
-        raise CheckpointError(
-            f"The hub has no config.json of {model_name_or_path} for you: {str(error).splitlines()[0]} "
-            "Check the spelling; for a gated or private model log in with `hf auth login` or set HF_TOKEN."
-        ) from error
-
-
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "LAYER",
-    "ModelSize",
-    "PackedSize",
-    "UnitSize",
-    "build_meta_model",
-    "compare_with_headers",
-    "find_stored",
-    "find_stored_dtype",
-    "measure_model",
-]
+    with explain_hub_errors(model_name_or_path, revision):
+        return Path(hf_hub_download(model_name_or_path, CONFIG_NAME, revision=revision)).parent

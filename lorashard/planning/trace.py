@@ -1,7 +1,7 @@
-"""What one training microbatch keeps in memory and computes, from running it on tensors without numbers.
+"""What one training microbatch keeps in memory and computes, from running it on tensors without values.
 
 The model's own code runs on torch's fake tensors: shapes, dtypes, what autograd saves and when it is freed are all
-true, whatever the architecture, and nothing is allocated. Decoder layers that are alike are told from two of them.
+real, whatever the architecture, and nothing is allocated. Of decoder layers that are alike two are run, or three.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,16 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..config.quantization_options import Quantization
 from ..errors import ConfigError
 from ..model.adapters import base_test
-from ..model.layer_major import split_layers
+from ..model.micro_batching import split_layers
 from ..model.quantizing import quantize_structure
 from ..model.stacks import find_decoder_stack
 from ..model.units import find_structure
 from .activations import Activations
 from .fused_head import fused_loss
-from .tracker import Tracker, Unpacking, Work
+from .tracker import Amounts, Tracker, Unpacking, Work
 from .unpacking import measure_unpacking
-
-_Packed = Sequence[tuple[torch.Tensor, Unpacking]]
 
 _ATTENTION_NAME = "lorashard_trace"
 # What CUDA's autocast computes in float32 of what layers call (AT_FORALL_FP32 in ATen/autocast_mode.h), by the names in
@@ -45,7 +43,7 @@ _FLOAT32_ON_CUDA = {
 }
 # fmt: on
 _FLOAT32_SUMS_ON_CUDA = {"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"}
-_FEW_LAYERS = 2  # the first layer's input may need no gradient, so one does not tell of all
+_FEW_LAYERS = 2  # the first layer's input may need no gradient, so one layer does not stand for all
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,13 @@ class Microbatch:
     Attributes:
         num_rows: sequences.
         row_tokens: tokens of each, padding included.
-        has_mask: whether attention needs a mask: padded rows, or packed ones without flash attention.
-        loss: `model` is the model's own, from whole logits; `fused` that of TRL's trainers, a tile of logits at a time;
-            `score` that of a classifier, whose head gives few numbers a row.
+        has_mask: whether attention needs a mask: padded sequences, or packed ones without flash attention.
+        loss: `model` is the model's own, from all logits at once; `fused` that of TRL's trainers, a tile of logits at a
+            time; `score` that of a classifier, whose head gives few values a sequence.
         is_autocast: whether a trainer computes under autocast, in the base's dtype.
         checkpointing: transformers' options for activation checkpointing, or None where it is off.
-        is_offloading: whether what layers save for backward waits in host memory.
-        layer_rows: rows that go through a decoder layer at a time; None means all.
+        is_offloading: whether what layers save for backward is kept in host memory.
+        layer_rows: sequences that go through a decoder layer at a time; None means all.
     """
 
     num_rows: int
@@ -80,7 +78,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Run(Amounts):
     """What was seen with some of the layers. Each number grows by the same with each layer; their maximum need not."""
 
     saved_bytes: float
@@ -93,47 +91,37 @@ class _Run:
     forward: Work
     backward: Work
 
-    def __add__(self, other: _Run) -> _Run:
-        return _Run(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def __mul__(self, factor: float) -> _Run:
-        return _Run(*(getattr(self, f.name) * factor for f in fields(self)))
-
-    def __sub__(self, other: _Run) -> _Run:
-        return self + other * -1
-
 
 def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization | None = None) -> Activations:
     """Run `microbatch` through `model` on fake tensors.
 
     Args:
         model: on the meta device; its tensors and layers are replaced, so it is of no further use.
-        quantization: of the base, whose weights are then unpacked in each operation that reads them.
+        quantization: of the base, whose weights are then unpacked by each operation that reads them.
 
     Raises:
-        ConfigError: the model's code looks at numbers, so that it cannot run without them.
+        ConfigError: the model's code reads values of tensors, so that it cannot run without them.
     """
     path, stack = find_decoder_stack(model)
     layers = list(stack)
     _enable_checkpointing(model, microbatch)
-    # The sequences of a packed row are cut where they begin, which only numbers tell: such a row is planned whole.
+    # A packed sequence is split where its examples begin, which only values show: it is planned without a split.
     if microbatch.layer_rows is not None and microbatch.layer_rows < microbatch.num_rows:
         split_layers(layers, microbatch.layer_rows)
     unpackings = _find_unpackings(model, quantization, microbatch.device_type)
     kinds = _find_kinds(model, layers)
     few = sorted(index for indices in kinds.values() for index in indices[:_FEW_LAYERS])
     with FakeTensorMode(), _code_for(model, microbatch):
-        twins = _fill(
-            model, path, [layers[index] for indices in kinds.values() for index in indices[: _FEW_LAYERS + 1]]
-        )
-        packed = [(twins[parameter], unpackings[parameter]) for parameter in twins if parameter in unpackings]
+        used = [layers[index] for indices in kinds.values() for index in indices[: _FEW_LAYERS + 1]]
+        fakes = _fill(model, path, used)
+        quantized = [(fakes[parameter], unpackings[parameter]) for parameter in fakes if parameter in unpackings]
 
         def run(indices: Sequence[int]) -> _Run:
             _replace(model, path, [layers[index] for index in indices])
-            return _run(model, microbatch, packed)
+            return _run(model, microbatch, quantized)
 
         base = run(few)
-        # What one more layer of each kind adds; where there are only few of a kind, what all add on average.
+        # What one more layer of each kind adds; where there are only few of a kind, what these add on average.
         added = {}
         for kind, indices in kinds.items():
             if len(indices) > _FEW_LAYERS:
@@ -143,14 +131,14 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
                 added[kind] = (base - run(without)) * (1 / max(1, len(few) - len(without)))
     activations = _assemble(base, added, kinds)
     if microbatch.is_offloading or (microbatch.checkpointing or {}).get("offload"):
-        # One layer's on its way out, one layer's on its way back.
+        # One layer's are copied to the host, and one layer's back.
         kept_bytes = activations.saved_bytes * min(_FEW_LAYERS, len(layers)) // len(layers)
         return replace(activations, saved_bytes=kept_bytes)
     return activations
 
 
 def _find_kinds(model: PeftModel, layers: Sequence[nn.Module]) -> dict[Hashable, list[int]]:
-    """Return which layers are alike."""
+    """Return the indices of the layers of each kind; those of one kind are alike."""
     types = getattr(model.get_base_model().config.get_text_config(), "layer_types", None) or [None] * len(layers)
     kinds: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -187,7 +175,7 @@ def _assemble(base: _Run, added: Mapping[Hashable, _Run], kinds: Mapping[Hashabl
 def _find_unpackings(
     model: PeftModel, quantization: Quantization | None, device_type: str
 ) -> dict[torch.Tensor, Unpacking]:
-    """Return what unpacking each weight takes that is to be quantized."""
+    """Return what it takes to unpack each weight that is quantized."""
     if quantization is None:
         return {}
     structure = find_structure(model, base_test(model))
@@ -203,7 +191,7 @@ def _find_unpackings(
     return found
 
 
-def _run(model: PeftModel, microbatch: Microbatch, packed: _Packed) -> _Run:
+def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[torch.Tensor, Unpacking]]) -> _Run:
     shape = (microbatch.num_rows, microbatch.row_tokens)
     batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     _, stack = find_decoder_stack(model)
@@ -212,7 +200,7 @@ def _run(model: PeftModel, microbatch: Microbatch, packed: _Packed) -> _Run:
             parameter.grad = torch.empty_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     resting = [*model.parameters(), *model.buffers(), *gradients, *batch.values()]
-    tracker = Tracker(resting, is_for_cuda=microbatch.device_type == "cuda", packed=packed)
+    tracker = Tracker(resting, is_for_cuda=microbatch.device_type == "cuda", quantized=quantized)
     seen: dict[str, int] = {}
 
     def leave_layers(module: nn.Module, args: Any, output: Any) -> None:
@@ -221,7 +209,7 @@ def _run(model: PeftModel, microbatch: Microbatch, packed: _Packed) -> _Run:
         seen["layers_forward_bytes"] = tracker.take_peak()
         seen["saved_bytes"] = tracker.live_bytes
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        seen["hidden_bytes"] = hidden.numel() * hidden.element_size()
+        seen["hidden_bytes"] = hidden.nbytes
         hidden.register_hook(enter_layers)
 
     def enter_layers(gradient: torch.Tensor) -> None:
@@ -235,11 +223,11 @@ def _run(model: PeftModel, microbatch: Microbatch, packed: _Packed) -> _Run:
             forward = tracker.work
             _run_backward(loss)
             seen["layers_backward_bytes"] = tracker.take_peak()
-    except (torch._subclasses.fake_tensor.UnsupportedFakeTensorException, RuntimeError, NotImplementedError) as error:
-        name = type(model.get_base_model()).__name__
+    except RuntimeError as error:
         raise ConfigError(
-            f"{name} cannot be planned: its forward does not run without numbers ({str(error).splitlines()[0]}); "
-            "choose a placement yourself"
+            f"it cannot be planned, since its forward needs the values of tensors ({str(error).splitlines()[0]})",
+            where=type(model.get_base_model()).__name__,
+            fix="give a placement other than auto",
         ) from error
     finally:
         handle.remove()
@@ -256,16 +244,16 @@ def _compute_loss(model: PeftModel, batch: dict[str, torch.Tensor], microbatch: 
             head = base.get_output_embeddings()
             return fused_loss(hidden, head.weight, batch["labels"], microbatch.device_type)
         if microbatch.loss == "score":
-            base.config.get_text_config().pad_token_id = 0  # told before it trains; rows end before their padding
+            base.config.get_text_config().pad_token_id = 0  # training sets it; sequences end before their padding
             return base(input_ids=batch["input_ids"], use_cache=False).logits.float().sum()
         output = model(**batch, use_cache=False)
     if is_autocast:
-        output.logits.float()  # accelerate hands outputs on in fp32
+        output.logits.float()  # accelerate converts outputs to fp32
     return output.loss
 
 
 def _run_backward(loss: torch.Tensor) -> None:
-    """Run `loss.backward()`, which is a function of torch too: a mode for these would be off while it recomputes."""
+    """Run `loss.backward()` without its Python function, in which a TorchFunctionMode is off while layers recompute."""
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -286,21 +274,21 @@ def _enable_checkpointing(model: PeftModel, microbatch: Microbatch) -> None:
 
 @contextlib.contextmanager
 def _code_for(model: PeftModel, microbatch: Microbatch) -> Iterator[None]:
-    """Let the model's code take the path that it takes on the device that is planned for."""
+    """While the body runs, let the model's code take the path that it takes on the device that is planned for."""
     config = model.get_base_model().config
-    wanted = config._attn_implementation
-    # Falcon's code knows its own kinds alone, and takes any other name for eager.
+    implementation = config._attn_implementation
+    # Falcon's code knows only its own kinds, and treats any other name as eager.
     is_asked_by_name = any(
         "ALL_ATTENTION_FUNCTIONS" in getattr(sys.modules.get(type(m).__module__), "__dict__", {})
         for m in model.modules()
     )
-    is_replaced = wanted == "sdpa" and is_asked_by_name
+    is_replaced = implementation == "sdpa" and is_asked_by_name
     if is_replaced:
-        # transformers cannot tell from fake tensors that no row is padded, and would make masks.
+        # transformers cannot see in fake tensors that no sequence is padded, and would make masks.
         ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME] = _attention(microbatch)
         config._attn_implementation = _ATTENTION_NAME
     for module in model.modules():
-        # Other kinds look at the positions' values; memory is the same.
+        # Other kinds read the positions' values; memory is the same.
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"
     mode = _CudaKernels() if microbatch.device_type == "cuda" else contextlib.nullcontext()
@@ -310,7 +298,7 @@ def _code_for(model: PeftModel, microbatch: Microbatch) -> Iterator[None]:
     finally:
         if is_replaced:
             del ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME]
-            config._attn_implementation = wanted
+            config._attn_implementation = implementation
 
 
 def _attention(microbatch: Microbatch) -> Callable[..., Any]:
@@ -327,10 +315,10 @@ def _attention(microbatch: Microbatch) -> Callable[..., Any]:
 
 
 class _CudaKernels(TorchFunctionMode):
-    """What CUDA does otherwise than the CPU that the trace seems to run on.
+    """What CUDA does differently from the CPU, on whose device type the trace runs.
 
-    Its dropout keeps a byte for each element, the CPU's a number. Its autocast runs some functions in float32 that the
-    CPU's leaves in the dtype of their input, so that the norms of GPT-2's kind keep and hand on twice the bytes.
+    Its dropout keeps a byte for each element, the CPU's a value. Its autocast runs some functions in float32 that the
+    CPU's leaves in the dtype of their input, so that layer norms such as GPT-2's save and return twice the bytes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -363,17 +351,17 @@ def _replace(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> None:
 
 
 def _fill(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> dict[torch.Tensor, nn.Parameter]:
-    """Put fake tensors where the meta tensors are, in `layers` and all that is no layer; return those of parameters."""
+    """Keep only `layers` in the stack and make the model's meta tensors fake ones; return those of the parameters."""
     _replace(model, path, layers)
-    twins: dict[torch.Tensor, nn.Parameter] = {}
+    fakes: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if parameter not in twins:
-                    made = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    twins[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-                module._parameters[name] = twins[parameter]
+                if parameter not in fakes:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    fakes[parameter] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return twins
+    return fakes

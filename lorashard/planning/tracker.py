@@ -1,11 +1,15 @@
-"""Watch the operations that torch runs: how many bytes are alive at once, and how much work they are."""
+"""Watch the operations that torch runs: how many bytes are alive at once, and how much work they are.
+
+torch's MemTracker is private, has one peak for a whole session, and cannot add the bytes of unpacking; FlopCounterMode
+counts neither bytes moved nor kernels. The formulas of the latter are used here.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,38 +25,41 @@ _ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
 
-# These copy no numbers.
+# These copy no values.
 _BOOKKEEPING = {_aten.detach.default, _aten.alias.default}
 
 
+class Amounts:
+    """Base of dataclasses of numbers, which add up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __sub__(self, other: Self) -> Self:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(getattr(self, field.name) * factor for field in fields(self)))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class Work:
+class Work(Amounts):
     """What a device has to do: matmul operations, bytes that everything but large matmuls moves, kernels to start."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     num_kernels: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.num_kernels + other.num_kernels
-        )
-
-    def __sub__(self, other: Work) -> Work:
-        return self + other * -1
-
-    def __mul__(self, factor: float) -> Work:
-        return Work(self.flops * factor, self.moved_bytes * factor, self.num_kernels * factor)
-
 
 @dataclass(frozen=True)
 class Unpacking:
-    """What it takes to make numbers of a quantized weight, which happens in each operation that reads it.
+    """What it takes to compute the values of a quantized weight, which each operation that reads it does.
 
     Attributes:
-        unpacked_bytes: in the workspace.
-        temporary_bytes: beside it, until the numbers are there.
-        item: the same for `weight[i]`, where that can be had alone.
+        unpacked_bytes: of the values, in the workspace.
+        temporary_bytes: beside the workspace, until the values are there.
+        item: the same for `weight[i]`, where that can be unpacked alone.
     """
 
     numel: int
@@ -63,9 +70,9 @@ class Unpacking:
 
 
 class Tracker(TorchDispatchMode):
-    """While active, counts the bytes of storages that operations make, for as long as a tensor holds them.
+    """While active, counts the bytes of storages that operations allocate, for as long as a tensor holds them.
 
-    Works on real tensors, and on fake ones, which have every property but numbers.
+    Works on real tensors, and on fake ones, which have every property but values.
 
     Attributes:
         live_bytes: now.
@@ -78,17 +85,17 @@ class Tracker(TorchDispatchMode):
         self,
         ignored: Iterable[torch.Tensor] = (),
         is_for_cuda: bool = False,
-        packed: Iterable[tuple[torch.Tensor, Unpacking]] = (),
+        quantized: Iterable[tuple[torch.Tensor, Unpacking]] = (),
     ) -> None:
-        """Begin at nothing.
+        """Start with nothing allocated.
 
         Args:
             ignored: their storages are not counted.
             is_for_cuda: whether attention's backward takes the workspace that its CUDA kernel takes.
-            packed: tensors that stand for quantized weights.
+            quantized: tensors that stand for quantized weights.
         """
         super().__init__()
-        self._unpackings = {tensor.untyped_storage()._cdata: unpacking for tensor, unpacking in packed}
+        self._unpackings = {tensor.untyped_storage()._cdata: unpacking for tensor, unpacking in quantized}
         self.workspace_bytes = 0
         self._is_for_cuda = is_for_cuda
         self.live_bytes = 0
@@ -99,7 +106,7 @@ class Tracker(TorchDispatchMode):
             self._num_bytes[tensor.untyped_storage()._cdata] = 0
 
     def take_peak(self) -> int:
-        """Return the peak since the last call, and begin a new one."""
+        """Return the peak since the last call, and start a new one."""
         peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak_bytes
 
@@ -149,7 +156,7 @@ class Tracker(TorchDispatchMode):
 
     def _add_work(self, func: Any, args: Any, kwargs: Any, output: Any, made: list[torch.Tensor]) -> None:
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in used + made)
+        moved_bytes = sum(tensor.nbytes for tensor in used + made)
         flops = _count_flops(func, args, kwargs, output)
         is_thin = flops < moved_bytes * _MIN_FLOPS_PER_BYTE
         self.work += Work(flops, moved_bytes if is_thin else 0, 1)
@@ -157,7 +164,7 @@ class Tracker(TorchDispatchMode):
 
 def _count_attention_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
     """Return what flash attention's backward allocates: the query's gradient in fp32, and grouped heads' one by one."""
-    each_head = 2 * query.numel() * query.element_size() if key.shape[1] < query.shape[1] else 0
+    each_head = 2 * query.nbytes if key.shape[1] < query.shape[1] else 0
     return 4 * query.numel() + each_head
 
 

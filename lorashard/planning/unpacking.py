@@ -1,4 +1,4 @@
-"""What it takes to make numbers of a quantized weight."""
+"""What it takes to unpack a quantized weight."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .tracker import Tracker, Unpacking, Work
 
 
 def measure_unpacking(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Unpacking:
-    """Return what unpacking a weight takes, from doing it with tensors without numbers.
+    """Return what unpacking a weight takes, measured on tensors without values.
 
-    On a GPU nf4 is taken to have a kernel that reads the parts and writes the numbers, and no more than that.
+    On a GPU nf4 is assumed to have a kernel that reads the parts and writes the values, and no more than that.
     """
     parts = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in quantizer.parts(shape)]
     out = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -23,7 +23,7 @@ def measure_unpacking(quantizer: Quantizer, shape: Sequence[int], dtype: torch.d
         item = measure_unpacking(quantizer, shape[1:], dtype, device_type)
     with Tracker([*parts, out]) as tracker:
         quantizer.unpack(parts, out)
-    moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parts, out))
+    moved_bytes = sum(tensor.nbytes for tensor in (*parts, out))
     has_kernel = quantizer.name == "nf4" and device_type == "cuda"
     work = Work(0.0, moved_bytes, 1) if has_kernel else tracker.work
-    return Unpacking(math.prod(shape), out.numel() * out.element_size(), tracker.peak_bytes, work, item)
+    return Unpacking(math.prod(shape), out.nbytes, tracker.peak_bytes, work, item)

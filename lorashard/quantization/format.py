@@ -1,4 +1,4 @@
-"""What every quantized format can do, and which one an option means."""
+"""The interface of every quantized format, and the format that an option means."""
 
 from __future__ import annotations
 
@@ -8,26 +8,43 @@ from typing import Protocol
 import torch
 
 from ..config.quantization_options import Quantization
-from ..engine import Packing
+from ..engine import Part
 
 
-class Quantizer(Packing, Protocol):
-    """A format that weights can be brought into.
+class Quantizer(Protocol):
+    """A format to which weights can be quantized.
 
-    Numbers that share a scale, a block, follow one another in a weight's row-major order. So any stretch of whole
-    blocks can be quantized by itself, and the numbers' bytes come in the same order.
+    The values that share a scale, a block, are consecutive in a weight's row-major order. So any range of complete
+    blocks can be quantized by itself, and its bytes are in the same order.
+
+    Attributes:
+        name: as the option calls it.
     """
 
+    name: str
+
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        """Return the tensors that keep a weight of `shape`: first the quantized values, then what scales them."""
+        ...
+
+    def unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the values to `out`, a contiguous tensor of the weight's shape in the dtype of the computation."""
+        ...
+
+    def select(self, parts: Sequence[torch.Tensor], shape: Sequence[int], index: int) -> list[torch.Tensor] | None:
+        """Return the parts of `weight[index]`, views of these; None where its blocks are not its own."""
+        ...
+
     def block_numel(self, shape: Sequence[int]) -> int:
-        """Return how many numbers share a scale; the last block of a weight may have fewer."""
+        """Return how many values share a scale; the last block of a weight may have fewer."""
         ...
 
     def quantize(self, values: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize whole blocks.
+        """Quantize complete blocks.
 
         Args:
-            values: consecutive numbers of a weight, flat, of any floating type, from the beginning of a block on.
-            shape: of the whole weight.
+            values: consecutive values of a weight, flat, of any floating type, from the beginning of a block on.
+            shape: of the complete weight.
 
         Returns:
             Their bytes (uint8, flat), and the scale of each block (float32).
@@ -40,15 +57,14 @@ class Quantizer(Packing, Protocol):
 
     @property
     def scales_are_separate(self) -> bool:
-        """Whether the scales are kept as they are, so that each is known from its own block alone."""
+        """Whether the scales are not quantized themselves, so that each depends on its own block alone."""
         ...
 
 
 def make_quantizer(quantization: Quantization) -> Quantizer:
-    """Return the format that is meant."""
-    from .fp8 import Fp8
-    from .int8 import Int8
+    """Return the format that an option means."""
     from .nf4 import Nf4
+    from .rowwise import Fp8, Int8
 
     if quantization.format == "nf4":
         return Nf4(quantization.double_quant)

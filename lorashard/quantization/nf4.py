@@ -1,22 +1,22 @@
-"""Four bits for each number: the 16 values of NF4, scaled by the largest of 64 numbers; bitsandbytes' format.
+"""Four bits for each value: the 16 codes of NF4, scaled by the largest magnitude of 64 values; bitsandbytes' format.
 
-Note [Whose NF4]
-    The bytes are those of bitsandbytes 0.50's `quantize_4bit(quant_type="nf4")`, the numbers those of its
+Note [Differences from bitsandbytes]
+    The bytes are those of bitsandbytes 0.50's `quantize_4bit(quant_type="nf4")`, the values those of its
     `dequantize_4bit`: a code times its block's scale in float32, rounded once to the dtype of the computation.
-    bitsandbytes' own devices differ in places. Here every device gives the same:
+    bitsandbytes' CPU and CUDA code differ in places. Here every device gives the same bytes and values:
 
-    - Its CUDA kernels are built with --use_fast_math, so that their 1 / absmax may be an ulp off, and a number that
-      lies within an ulp of the middle of two codes may go the other way; products below 1.2e-38 become 0. Here as on
-      its CPU: the rounded quotient, 1 / max(absmax, 1e-38), times the number.
-    - The last block, where it is not whole, is scaled as on CUDA, like any other. Its CPU divides there.
-    - A block of zeros has code 7, which is zero, as on its CPU, so that it is zero whatever its scale; on CUDA it has
-      code 0, which is -1.
-    - A block with a NaN has the scale NaN, one with an infinity the scale infinity, and comes back without a finite
-      number, as on its CPU. On CUDA a NaN vanishes.
-    - The mean of the scales, their offset, is summed in float64, so that it does not depend on who sums. bitsandbytes
-      sums in float32, in an order that depends on device and threads: its offset may be some ulps off this one.
-    - Quantized scales (`compress_statistics`) are rounded to the nearest of the map's values, as on CUDA. Its CPU
-      takes the next one for about one in a thousand that lie near the middle.
+    - Its CUDA kernels are built with --use_fast_math: their 1 / absmax may be off by an ulp, so that a value within an
+      ulp of the midpoint of two codes may be rounded differently; products below 1.2e-38 become 0. Here as on its CPU:
+      the rounded quotient, 1 / max(absmax, 1e-38), times the value.
+    - The last block, if it is not complete, is scaled as on CUDA, like any other. Its CPU code divides there.
+    - A block of zeros has code 7, which is zero, as on its CPU, so that it is zero for any scale; on CUDA it has code
+      0, which is -1.
+    - A block with a NaN has the scale NaN, one with an infinity the scale infinity, and its values are not finite after
+      dequantizing, as on its CPU. On CUDA a NaN vanishes.
+    - The mean of the scales, their offset, is summed in float64, so that it does not depend on the order. bitsandbytes
+      sums in float32, in an order that depends on device and threads: its offset may differ by some ulps.
+    - Quantized scales (`compress_statistics`) are rounded to the nearest of the map's values, as on CUDA. Its CPU code
+      takes the next one for about one in a thousand that lie near a midpoint.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from dataclasses import dataclass, field
 import torch
 
 from ..engine import Part
+from .chunks import iterate_chunks
 from .nf4_kernel import Kernel, find_kernel
 from .nf4_tables import Tables
-from .pieces import cut_pieces
 
 _SMALLEST_SCALE = 1e-38
 
 
 @dataclass(frozen=True)
 class Nf4:
-    """NF4; see [Whose NF4].
+    """NF4; see [Differences from bitsandbytes].
 
-    The first of two numbers is in the high half of a byte; an odd number of them ends with a byte of its own.
+    The first of two codes is in the high half of a byte; the last of an odd number has its own byte.
 
-    Memory: 4 bits a number, and for each block 4 bytes, or with `double_quant` 1 byte and 4 for `nested_block_size`
-        blocks: 4.5 or 4.127 bits a number in all.
+    Memory: 4 bits a value, and for each block 4 bytes, or with `double_quant` 1 byte and 4 for `nested_block_size`
+        blocks: 4.5 or 4.127 bits a value in all.
 
     Attributes:
         double_quant: whether the scales are quantized too.
-        block_size: numbers that share a scale; a checkpoint may have any power of two from 32 to 4096.
-        nested_block_size: scales that share a scale of their own, with `double_quant`.
+        block_size: how many values share a scale; a checkpoint may have any power of two from 32 to 4096.
+        nested_block_size: how many scales share a scale, with `double_quant`.
     """
 
     double_quant: bool = False
@@ -63,14 +63,14 @@ class Nf4:
         return not self.double_quant
 
     def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
-        """Return the parts, under the names that bitsandbytes' checkpoints have for them."""
+        """Return the parts, under their names in bitsandbytes' checkpoints."""
         numel = math.prod(shape)
         num_blocks = math.ceil(numel / self.block_size)
-        numbers = Part("", torch.uint8, (math.ceil(numel / 2),))
+        codes = Part("", torch.uint8, (math.ceil(numel / 2),))
         if not self.double_quant:
-            return numbers, Part("absmax", torch.float32, (num_blocks,))
+            return codes, Part("absmax", torch.float32, (num_blocks,))
         return (
-            numbers,
+            codes,
             Part("absmax", torch.uint8, (num_blocks,)),
             Part("nested_absmax", torch.float32, (math.ceil(num_blocks / self.nested_block_size),)),
             Part("nested_offset", torch.float32, (1,)),
@@ -83,17 +83,16 @@ class Nf4:
         tables, _ = self._on(values.device)
         numel = values.numel()
         num_blocks = math.ceil(numel / self.block_size)
-        numbers = torch.empty(math.ceil(numel / 2), dtype=torch.uint8, device=values.device)
+        packed = torch.empty(math.ceil(numel / 2), dtype=torch.uint8, device=values.device)
         scales = torch.empty(num_blocks, dtype=torch.float32, device=values.device)
-        for first, last in cut_pieces(num_blocks, self.block_size, values.device):
+        for first, last in iterate_chunks(num_blocks, self.block_size, values.device):
             begin, end = first * self.block_size, last * self.block_size
             blocks = _pad(values[begin:end].float(), end - begin).view(-1, self.block_size)
             torch.amax(blocks.abs(), dim=1, out=scales[first:last])
             codes = tables.round(_scale_down(blocks, scales[first:last]).view(-1))
-            packed = codes[::2] << 4 | codes[1::2]
-            stretch = numbers[begin // 2 : end // 2]
-            stretch.copy_(packed[: stretch.numel()])
-        return numbers, scales
+            target = packed[begin // 2 : end // 2]
+            target.copy_((codes[::2] << 4 | codes[1::2])[: target.numel()])
+        return packed, scales
 
     def keep_scales(self, scales: torch.Tensor) -> list[torch.Tensor]:
         if not self.double_quant:
@@ -101,46 +100,46 @@ class Nf4:
         return self.quantize_scales(scales, scales.double().mean().float())
 
     def quantize_scales(self, scales: torch.Tensor, offset: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts after the first, with `double_quant`: numbers, scales and offset of the scales.
+        """Return the parts after the first, with `double_quant`: codes of the scales, their scales, the offset.
 
         Args:
             scales: of all blocks (float32).
-            offset: what is taken from each first (float32).
+            offset: subtracted from each first (float32).
         """
         tables, _ = self._on(scales.device)
         num_nested = math.ceil(scales.numel() / self.nested_block_size)
         blocks = _pad(scales - offset, num_nested * self.nested_block_size).view(num_nested, -1)
         nested = blocks.abs().amax(dim=1)
-        numbers = tables.round_scales(_scale_down(blocks, nested)).view(-1)
-        return [numbers[: scales.numel()], nested, offset.view(1)]
+        codes = tables.round_scales(_scale_down(blocks, nested)).view(-1)
+        return [codes[: scales.numel()], nested, offset.view(1)]
 
     def unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write the numbers to `out`.
+        """Write the values to `out`.
 
-        On a GPU bitsandbytes' kernel does it, where that is installed; the numbers are the same without it.
+        On a GPU bitsandbytes' kernel is used if it is installed; the values are the same without it.
 
         Args:
             parts: those of `parts()`, or of `select()`.
             out: contiguous, of any floating type.
 
-        Memory: a piece of the numbers in float32 and the scales of a piece: 1.5 MiB on a CPU, 24 MiB on a GPU, or
-            20 MiB with `double_quant` and bitsandbytes' kernel, and nothing with that alone.
+        Memory: a chunk of the values in float32 and the scales of a chunk: 1.5 MiB on a CPU, 24 MiB on a GPU; with
+            bitsandbytes' kernel 20 MiB for `double_quant`, else nothing.
         """
-        numbers, flat = parts[0], out.view(-1)
+        flat = out.view(-1)
         tables, kernel = self._on(out.device)
         num_blocks = math.ceil(flat.numel() / self.block_size)
-        cut = kernel.cut_pieces if kernel else cut_pieces
-        for first, last in cut(num_blocks, self.block_size, out.device):
+        iterate = kernel.iterate_chunks if kernel else iterate_chunks
+        for first, last in iterate(num_blocks, self.block_size, out.device):
             begin, end = first * self.block_size, last * self.block_size
-            packed, stretch = numbers[begin // 2 : (end + 1) // 2], flat[begin:end]
+            packed, target = parts[0][begin // 2 : (end + 1) // 2], flat[begin:end]
             scales = self._unpack_scales(parts[1:], first, last)
             if kernel:
-                kernel.unpack(packed, scales, self.block_size, stretch)
+                kernel.unpack(packed, scales, self.block_size, target)
             else:
-                _scale_up(tables.look_up(packed)[: stretch.numel()], scales, self.block_size, stretch)
+                _scale_up(tables.look_up(packed)[: target.numel()], scales, self.block_size, target)
 
     def select(self, parts: Sequence[torch.Tensor], shape: Sequence[int], index: int) -> list[torch.Tensor] | None:
-        """Return the numbers and the scales of `weight[index]`; the scales are in memory of their own if quantized."""
+        """Return the codes and the scales of `weight[index]`; quantized scales are dequantized to new memory."""
         numel = math.prod(shape[1:])
         if len(shape) < 2 or numel % self.block_size:
             return None
@@ -150,11 +149,11 @@ class Nf4:
     def _unpack_scales(self, parts: Sequence[torch.Tensor], first: int, last: int) -> torch.Tensor:
         if len(parts) == 1:
             return parts[0][first:last]
-        numbers, nested, offset = parts
-        tables, _ = self._on(numbers.device)
+        codes, nested, offset = parts
+        tables, _ = self._on(codes.device)
         low = first // self.nested_block_size
         skipped = first - low * self.nested_block_size
-        values = tables.look_up_scales(numbers[first - skipped : last])
+        values = tables.look_up_scales(codes[first - skipped : last])
         _scale_up(values, nested[low:], self.nested_block_size, values)
         return values.add_(offset)[skipped:]
 
@@ -174,13 +173,13 @@ def _scale_down(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_up(values: torch.Tensor, scales: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
-    """Write to `out` the numbers times the scale of their block; the last block may have fewer."""
-    num_whole = values.numel() // block_size
-    whole = num_whole * block_size
+    """Write to `out` the values times the scale of their block; the last block may have fewer."""
+    num_complete = values.numel() // block_size
+    numel = num_complete * block_size
     torch.mul(
-        values[:whole].view(num_whole, block_size),
-        scales[:num_whole].unsqueeze(1),
-        out=out[:whole].view(num_whole, block_size),
+        values[:numel].view(num_complete, block_size),
+        scales[:num_complete].unsqueeze(1),
+        out=out[:numel].view(num_complete, block_size),
     )
-    if whole < values.numel():
-        torch.mul(values[whole:], scales[num_whole], out=out[whole:])
+    if numel < values.numel():
+        torch.mul(values[numel:], scales[num_complete], out=out[numel:])

@@ -1,4 +1,4 @@
-"""bitsandbytes' CUDA kernel that unpacks NF4, where it is installed and gives the numbers that torch gives."""
+"""bitsandbytes' CUDA kernel that unpacks NF4, if it is installed and its values equal those of torch's operations."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from .nf4_tables import Tables
 
 _logger = logging.getLogger(__name__)
 # The kernel counts in int32.
-_PIECE_NUMEL = 2**26
+_CHUNK_NUMEL = 2**26
 
 
 class Kernel:
-    """`bitsandbytes::dequantize_4bit`, into memory that is there already.
+    """`bitsandbytes::dequantize_4bit`, into existing memory.
 
-    It reads and writes element by element, so any slice of whole blocks will do.
+    It reads and writes element by element, so it works on any range of complete blocks.
     """
 
     def __init__(self, operation: Any) -> None:
         self._operation = operation
 
-    def cut_pieces(self, num_blocks: int, block_size: int, device: torch.device) -> Iterator[tuple[int, int]]:
-        """Yield the blocks [first, last) that are unpacked at once."""
-        step = _PIECE_NUMEL // block_size
+    def iterate_chunks(self, num_blocks: int, block_size: int, device: torch.device) -> Iterator[tuple[int, int]]:
+        """Yield the blocks [first, last) of each chunk."""
+        step = _CHUNK_NUMEL // block_size
         for first in range(0, num_blocks, step):
             yield first, min(first + step, num_blocks)
 
     def unpack(self, packed: torch.Tensor, scales: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
-        """Write the numbers of flat `packed` to flat `out`, of 16 or 32 bits."""
+        """Write the values of flat `packed` to flat `out`, of 16 or 32 bits."""
         self._operation(packed, scales, block_size, "nf4", list(out.shape), out.dtype, out=out)
 
 
 def find_kernel(tables: Tables, block_size: int, device: torch.device) -> Kernel | None:
-    """Return the kernel for a device; None where torch's own operations are what there is.
+    """Return the kernel for a device; None if torch's own operations must be used.
 
-    It is tried once on a few numbers: bitsandbytes may be installed without its library for this CUDA version.
+    It is tried once on a few values: bitsandbytes may be installed without its library for this CUDA version.
     """
     if device.type != "cuda":
         return None
@@ -50,18 +50,18 @@ def find_kernel(tables: Tables, block_size: int, device: torch.device) -> Kernel
                 import bitsandbytes  # noqa: F401
 
                 kernel = Kernel(torch.ops.bitsandbytes.dequantize_4bit.out)
-                if _gives_the_same(kernel, tables, block_size, device):
+                if _is_exact(kernel, tables, block_size, device):
                     return kernel
-            reason = "bitsandbytes' kernel gives other numbers"
+            reason = "the values of bitsandbytes' kernel differ"
         except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
             reason = f"bitsandbytes' kernel cannot be used ({error})"
     _logger.warning(
-        "%s: torch's own operations unpack the base's nf4 on %s, to the same numbers, slower", reason, device
+        "%s: torch's own operations unpack the base's nf4 on %s, to the same values but slower", reason, device
     )
     return None
 
 
-def _gives_the_same(kernel: Kernel, tables: Tables, block_size: int, device: torch.device) -> bool:
+def _is_exact(kernel: Kernel, tables: Tables, block_size: int, device: torch.device) -> bool:
     packed = torch.arange(4 * block_size, dtype=torch.int32, device=device).remainder(256).to(torch.uint8)
     scales = torch.linspace(0.01, 3, 8, dtype=torch.float32, device=device)
     expected = (tables.look_up(packed).view(8, block_size) * scales.unsqueeze(1)).to(torch.bfloat16).view(-1)

@@ -1,10 +1,10 @@
-"""The constants of NF4 and of its quantized scales, and what looks numbers up in them."""
+"""The constants of NF4 and of its quantized scales, and lookups in them."""
 
 from __future__ import annotations
 
 import torch
 
-# QLoRA (Dettmers et al., 2023), appendix E, with the digits that bitsandbytes has.
+# QLoRA (Dettmers et al., 2023), appendix E, with bitsandbytes' digits.
 NF4_CODE = (
     -1.0,
     -0.6961928009986877,
@@ -23,20 +23,20 @@ NF4_CODE = (
     0.7229568362236023,
     1.0,
 )
-# Cells in a unit of scaled numbers; so many that no cell has two of the midpoints between codes.
+# Cells from 0 to 1, so many that no cell holds two midpoints between codes.
 _CELLS = 64
 
 
 class Tables:
-    """NF4's tables on one device, each made of float32 constants.
+    """NF4's lookup tables on one device.
 
     Memory: 4 KiB.
     """
 
-    @torch.inference_mode(False)  # tensors made in that mode could not be used everywhere outside of it
+    @torch.inference_mode(False)  # tensors created in that mode cannot be saved for backward
     def __init__(self, device: torch.device) -> None:
         code = torch.tensor(NF4_CODE, dtype=torch.float32, device="cpu")
-        # Two float32 numbers for each byte, moved as one float64: the lookup is what an unpacking costs.
+        # Two float32 values for each byte, moved as one float64: the lookup dominates the cost of unpacking.
         pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)
         midpoints = (code[:-1] + code[1:]) / 2
         cells = _find_cells(midpoints).long()
@@ -55,31 +55,31 @@ class Tables:
         return self._pairs.index_select(0, packed.int()).view(torch.float32)
 
     def round(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Return the number of the nearest code of each (uint8); of two as near the lower, of NaN the last.
+        """Return the index of the nearest code of each value (uint8): the lower one of a tie, the last one for NaN.
 
         Args:
-            scaled: float32, flat, from -1 to 1; it is overwritten.
+            scaled: float32, flat, from -1 to 1; overwritten.
         """
         scaled = scaled.nan_to_num_(1.0)
-        # The midpoints below a number are those in the cells before its own, and perhaps the one in its own.
+        # The midpoints below a value are those in the cells before its own, and perhaps the one in its own.
         cells = _find_cells(scaled)
         is_above = scaled > self._bounds.index_select(0, cells)
         return self._below.index_select(0, cells).add_(is_above.view(torch.uint8))
 
-    def look_up_scales(self, numbers: torch.Tensor) -> torch.Tensor:
+    def look_up_scales(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the values of the dynamic map (float32)."""
-        return self._scales.index_select(0, numbers.int())
+        return self._scales.index_select(0, codes.int())
 
     def round_scales(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Return the number of the nearest value of the dynamic map of each (uint8); of two as near the lower."""
+        """Return the index of the nearest value of the dynamic map for each (uint8): the lower one of a tie."""
         return torch.bucketize(scaled, self._scale_bounds, out_int32=True).to(torch.uint8)
 
 
 def make_dynamic_map() -> torch.Tensor:
-    """Return the 256 values that quantized scales have, rising from -0.993 to 1 (float32, on the CPU).
+    """Return the 256 values of quantized scales in ascending order, from -0.993 to 1 (float32, on the CPU).
 
     The signed dynamic data type of "8-Bit Approximations for Parallelism in Deep Learning" (Dettmers, 2015), as
-    bitsandbytes' `create_dynamic_map` has it: seven decades, each cut into twice as many parts as the one below it.
+    in bitsandbytes' `create_dynamic_map`: seven decades, each divided into twice as many parts as the one below it.
     """
     values = [0.0, 1.0]
     for decade in range(7):

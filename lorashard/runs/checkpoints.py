@@ -1,8 +1,8 @@
-"""Checkpoints that can be told to be whole: written beside their place, listed with sizes and hashes, then renamed.
+"""Checkpoints that can be verified: written beside their place, listed with sizes and hashes, then renamed.
 
 A run's folder holds `checkpoint-N`, each with a `manifest.json` that was written last. What is being written or deleted
-has a name that begins with a dot; what a resumed run goes on without, one that begins with `set-aside-`. Whatever kills
-the writer, a folder with a manifest whose files have the listed sizes and hashes is what was saved.
+has a name that begins with a dot; what a resumed run continues without has one that begins with `set-aside-`. Whatever
+kills the writer, a folder with a manifest whose files have the listed sizes and hashes is what was saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..runtime.disk import sync
+from ..runtime.atomic_folder import publish_folder
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
@@ -57,8 +57,8 @@ def place_partial(checkpoint: Path) -> Path:
 def publish(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Complete the checkpoint that was written to `place_partial(checkpoint)`, and give it its name.
 
-    Its files are on the disk before the manifest that lists them is, and that before the name. What has the name
-    already is set aside.
+    Its files and the manifest that lists them are on the disk before it has the name. What has the name already is set
+    aside.
 
     Raises:
         OSError: the disk is full, or cannot be written to; the name is not given.
@@ -68,20 +68,11 @@ def publish(checkpoint: Path, facts: dict[str, Any]) -> None:
     for path in _list_files(partial):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file)
         files[path.relative_to(partial).as_posix()] = (path.stat().st_size, digest)
-    manifest = partial / MANIFEST_NAME
-    with manifest.open("w", encoding="utf-8") as file:
-        content = {"format": _FORMAT} | asdict(Manifest(read_step(checkpoint), facts, files))
-        json.dump(content | {"sha256": _hash(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file)
-    for folder in {path.parent for path in _list_files(partial)}:
-        sync(folder)
-    if checkpoint.exists():
-        set_aside(checkpoint)
-    os.rename(partial, checkpoint)
-    sync(checkpoint.parent)
+    content = {"format": _FORMAT} | asdict(Manifest(read_step(checkpoint), facts, files))
+    text = json.dumps(content | {"sha256": _hash(content)}, indent=1)
+    (partial / MANIFEST_NAME).write_text(text, encoding="utf-8")
+    publish_folder(partial, checkpoint, displace=set_aside)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -99,16 +90,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = Manifest(content["step"], content["facts"], {k: tuple(v) for k, v in content["files"].items()})
     except FileNotFoundError:
         raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST_NAME}: it was not written to its end, or not by lorashard finetune"
+            f"no {MANIFEST_NAME}: it was not written to its end, or not by lorashard finetune", where=checkpoint
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST_NAME} is damaged: {error}") from error
+        raise CheckpointError(f"damaged: {error}", where=checkpoint / MANIFEST_NAME) from error
     for name, (size, _) in manifest.files.items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise CheckpointError(
-                f"{path} is damaged: expected {size} bytes, found {'no file' if found is None else found}"
+                "damaged", expected=f"{size} bytes", found="no file" if found is None else found, where=path
             )
     return manifest
 
@@ -123,7 +114,7 @@ def verify(checkpoint: Path) -> Manifest:
     for name, (_, digest) in manifest.files.items():
         with (checkpoint / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise CheckpointError(f"{checkpoint / name} is damaged: its content is not what was saved (SHA-256)")
+                raise CheckpointError("damaged: its content is not what was saved (SHA-256)", where=checkpoint / name)
     return manifest
 
 
@@ -167,7 +158,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that its run goes on without, so that no later resume takes it; return its new place."""
+    """Rename a checkpoint that its run continues without, so that no later resume takes it; return its new place."""
     place = checkpoint.with_name(f"set-aside-{checkpoint.name}")
     number = 1
     while place.exists():

@@ -67,13 +67,13 @@ class Run:
             ) from error
 
     def begin(self, config_yaml: str, resumed_step: int | None) -> None:
-        """Record what was asked and what runs it; remove what another run left, unless this one goes on with it.
+        """Record what was asked and what runs it; remove what another run left, unless this one continues with it.
 
         Called when nothing can be wrong with options, data and model any more: a mistake must not cost the old run.
 
         Args:
-            resumed_step: The step from which this run goes on in its own folder: what was noted of later ones goes, for
-                they are run again. None for a run that is new to the folder.
+            resumed_step: the step from which this run resumes in its own folder: records of later ones are removed,
+                for they are run again. None for a run that is new to the folder.
         """
         own = self.folder / "ranks" / f"rank_{self._rank}.jsonl"
         if self._rank != 0:
@@ -83,7 +83,7 @@ class Run:
         for path in (self.folder / "metrics.jsonl", *(self.folder / "ranks").glob("rank_*.jsonl")):
             if path not in others:  # a rank that there is no longer leaves its lines to rank 0
                 cut_lines(path, resumed_step)
-        # Of a run that goes on its last checkpoint holds the adapter; the one at the root is that of an ended run.
+        # Of a run that continues its last checkpoint holds the adapter; the one at the root is that of an ended run.
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
         self._files.replace(self.folder / "config.yaml", config_yaml)

@@ -70,7 +70,7 @@ def lock_run(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _take(folder)
     except OSError as error:
-        raise ConfigError(f"output_dir {folder} cannot be locked: {error.strerror}") from error
+        raise ConfigError("it cannot be locked", option="output_dir", found=error.strerror, where=folder) from error
     try:
         left = _read_owner(owner)
         if left:
@@ -180,15 +180,17 @@ def _acquire(lock: BaseFileLock, folder: Path) -> BaseFileLock:
         lock.acquire()
     except Timeout:  # not of its own: the error that it was is of no use to the person
         owner = _read_owner(folder / _OWNER_NAME)
-        message = f"output_dir {folder} is owned by another run that is alive ({_name(owner)})"
-        advice = "wait until it has ended, stop it, or choose another folder"
+        found = f"another run that is alive ({_name(owner)})"
+        fix = "wait until it has ended, stop it, or choose another folder"
         if isinstance(lock, SoftFileLock) and _locate_soft_owner(Path(lock.lock_file)) != "here":
-            message = f"output_dir {folder} is owned by another run ({_name(owner)})"
-            advice = (
+            found = f"another run ({_name(owner)})"
+            fix = (
                 "this file system has no flock, so whether a process of another machine or container lives cannot be "
                 f"known here: if it does not, delete {lock.lock_file}"
             )
-        raise ConfigError(f"{message}: {advice}") from None
+        raise ConfigError(
+            option="output_dir", expected="a folder that no run owns", found=found, where=folder, fix=fix
+        ) from None
     return lock
 
 

@@ -25,12 +25,12 @@ def find_run(root: Path, name: str) -> Path:
     is_plain = _NAME.fullmatch(name) is not None and name == name.strip() and len(os.fsencode(name)) <= _MAX_NAME_BYTES
     if not is_plain:
         raise ConfigError(
-            f"expected the name of a run (letters, digits, '_', and within it '. + = @ -' and spaces), found {name!r}"
+            expected="the name of a run (letters, digits, '_', and within it '. + = @ -' and spaces)", found=repr(name)
         )
     root = Path(os.path.realpath(root))
     folder = root / name
     if Path(os.path.realpath(folder)) != folder:
-        raise ConfigError(f"expected the folder of a run in {root}, found a link: {name!r}")
+        raise ConfigError(expected="the folder of a run", found=f"a link, {name!r}", where=root)
     return folder
 
 

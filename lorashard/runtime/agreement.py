@@ -1,4 +1,4 @@
-"""What one rank does, all ranks know of: none waits in a collective for one that has given up."""
+"""All ranks learn whether what one of them did has failed: none waits in a collective for one that has given up."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ def raise_on_all_ranks(action: Callable[[], T], on_rank: int | None = None) -> T
     """Run `action` on every rank, or on one alone; when it raises anywhere, raise everywhere.
 
     Raises:
+        UserError: `action` has raised it, on this rank or on another.
         OSError: the disk of another rank has refused something.
         CheckpointError: `action` has failed on another rank in another way.
 
     Ranks: collective over all ranks.
     """
-    result, failure = None, None
+    result: T | None = None
+    failure: Exception | None = None
     if on_rank in (None, dist.get_rank()):
         try:
             result = action()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-    told = None
-    if failure is not None:
-        is_plain = isinstance(failure, UserError)
-        told = (is_plain, str(failure), None if is_plain else find_fault(failure))
-    found = dist.gather_objects(told)
+    outcome: UserError | tuple[str, int | None] | None = None
+    if isinstance(failure, UserError):
+        outcome = failure
+    elif failure is not None:
+        outcome = str(failure), find_fault(failure)
+    outcomes = dist.gather_objects(outcome)
     if failure is not None:
         raise failure
-    for rank, error_of_rank in enumerate(found):
-        if error_of_rank is not None:
-            is_plain, text, fault = error_of_rank
-            if fault is not None:  # every rank says the same, whichever is heard first
+    for rank, of_rank in enumerate(outcomes):
+        if isinstance(of_rank, UserError):
+            raise of_rank
+        if of_rank is not None:
+            text, fault = of_rank
+            if fault is not None:  # every rank raises the same, whichever is heard first
                 raise OSError(fault, os.strerror(fault))
-            raise CheckpointError(text if is_plain else f"rank {rank} failed: {text}")
+            raise CheckpointError(f"failed: {text}", where=f"rank {rank}")
     return result

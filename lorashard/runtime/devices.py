@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +65,14 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
         numbers = {name: int(value) for name, value in found.items()}
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]))
     except ValueError:
-        raise ConfigError(f"expected whole numbers in the launcher's environment, found {found}") from None
+        raise ConfigError(expected="whole numbers in the launcher's environment", found=found) from None
     if "LOCAL_RANK" not in found:
         if numbers["WORLD_SIZE"] == 1:  # some clusters set both for a job that is one process
             return None
         raise ConfigError(
-            f"RANK and WORLD_SIZE={found['WORLD_SIZE']} are in the environment, but LOCAL_RANK is not: expected all "
-            "three, as torchrun sets them, or none"
+            option="LOCAL_RANK",
+            expected="RANK, WORLD_SIZE and LOCAL_RANK in the environment, as torchrun sets them, or none of them",
+            found=f"WORLD_SIZE={found['WORLD_SIZE']} without it",
         )
     is_lorashard = environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
     return Launcher(numbers["RANK"], numbers["WORLD_SIZE"], local_world_size, is_lorashard)
@@ -86,14 +88,17 @@ def check_launcher(options: RankOptions, launcher: Launcher) -> None:
         return
     if isinstance(options.gpus, list):
         raise ConfigError(
-            "gpus: ids cannot be chosen inside torchrun or accelerate launch, whose ranks have theirs: set "
-            "CUDA_VISIBLE_DEVICES before it, or give a count"
+            "ids cannot be chosen inside torchrun or accelerate launch, whose ranks have theirs",
+            option="gpus",
+            fix="set CUDA_VISIBLE_DEVICES before it, or give a count",
         )
     for name, asked in (("gpus", options.gpus), ("cpu", options.cpu)):
         if asked is not None and asked != launcher.local_world_size:
             raise ConfigError(
-                f"{name}: {asked} ranks are asked for, but the launcher (torchrun or accelerate launch) has started "
-                f"{launcher.local_world_size} on this machine: leave out --{name}, or give it the same number"
+                option=name,
+                expected=f"{launcher.local_world_size} ranks, as torchrun or accelerate launch has started here",
+                found=asked,
+                fix=f"leave out --{name}, or give it the same number",
             )
 
 
@@ -112,15 +117,16 @@ def choose_ranks(options: RankOptions, gpus: VisibleGpus) -> RankChoice:
         return RankChoice(1, "cpu", note=f"{reason}: computing with one CPU rank (--cpu N chooses how many)")
     if not gpus.count:
         reason = gpus.problem or "this machine has no GPU"
-        raise ConfigError(f"--gpus needs GPUs, but {reason}: give --cpu N to train with N CPU ranks")
+        raise ConfigError(option="gpus", expected="GPUs", found=reason, fix="give --cpu N to train with N CPU ranks")
     if isinstance(options.gpus, int):
         if options.gpus > gpus.count:
-            raise ConfigError(f"--gpus {options.gpus}: only {gpus.count} GPUs are visible")
+            raise ConfigError(option="gpus", expected=f"at most {gpus.count}, the visible GPUs", found=options.gpus)
         return RankChoice(options.gpus, "cuda")
     if max(options.gpus) >= gpus.count:
         raise ConfigError(
-            f"--gpus {','.join(map(str, options.gpus))}: there is no GPU {max(options.gpus)} among the {gpus.count} "
-            "visible GPUs, which are numbered from 0"
+            option="gpus",
+            expected=f"ids of the {gpus.count} visible GPUs, which are numbered from 0",
+            found=",".join(map(str, options.gpus)),
         )
     return RankChoice(len(options.gpus), "cuda", tuple(options.gpus))
 
@@ -132,7 +138,9 @@ def check_device(options: BaseOptions, device_type: str) -> None:
         ConfigError: float16 on the CPU.
     """
     if options.dtype == "float16" and device_type == "cpu":
-        raise ConfigError("dtype float16 needs a GPU (its loss scaling has no CPU form): use bfloat16 or float32")
+        raise ConfigError(
+            "its loss scaling needs a GPU", option="dtype", expected="bfloat16 or float32 on CPU ranks", found="float16"
+        )
 
 
 def build_environment(choice: RankChoice, environ: Mapping[str, str]) -> dict[str, str]:
@@ -177,6 +185,14 @@ def count_cores() -> int:
         if microseconds != "max":
             limits.append(int(microseconds) // int(period))
     return max(1, min(limit for limit in limits if limit is not None))
+
+
+def read_cpu_name() -> str:
+    """Return the CPU's model, or its architecture where the system does not name the model."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, None) or platform.processor() or platform.machine()
 
 
 def find_gpus() -> VisibleGpus:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +14,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import ShardError
 from .launch_env import read_launcher_env
-from .rank_store import Lookout
+from .rank_store import Lookout, RankStore
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -111,20 +114,16 @@ def broadcast_(tensors: Iterable[torch.Tensor], source_rank: int = 0) -> None:
     """
     if get_world_size() == 1:
         return
+    host_group: SharedGroup | None = None
     for tensor in tensors:
-        dist.broadcast(tensor, src=source_rank, group=_find_group_of(tensor.device))
-
-
-def _find_group_of(device: torch.device) -> dist.ProcessGroup | None:
-    """Return a group of all ranks that can send a device's tensors: NCCL's, which is the default, sends none of a CPU.
-
-    Ranks: collective over all ranks.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    if device.type in [served.type for served in world._device_types]:
-        return world
-    return _share_group("agreements", "gloo", get_world_size())
+        world = dist.group.WORLD
+        assert world is not None
+        if tensor.device.type in [served.type for served in world._device_types]:
+            dist.broadcast(tensor, src=source_rank)
+            continue
+        if host_group is None:  # NCCL, which is the default, sends no tensor of a CPU
+            (host_group,) = _share_groups(get_world_size(), agreements="gloo")
+        dist.broadcast(tensor, src=source_rank, group=host_group.find())
 
 
 def sum_(tensor: torch.Tensor) -> None:
@@ -136,67 +135,138 @@ def sum_(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-class _Use(weakref.ref):
-    """Marks a process group as used for as long as the mark itself is kept; `_is_used` finds it."""
+class SharedGroup(weakref.ref):
+    """A process group that all of this rank's models over the same ranks share, and that ends here with the last one.
 
+    Note [The end of a shared group]
+        Models are collected at different times on different ranks. The end of a gloo group is local: a rank's part ends
+        when the last object that holds this does. What the others still have of it can be used no more, and nothing
+        would use it but a model that this rank has dropped. The end of an NCCL group is a collective of the ranks of a
+        node: that waits until all ranks meet to share groups again, and none uses it any more.
 
-def _is_used(group: dist.ProcessGroup) -> bool:
-    return any(isinstance(mark, _Use) for mark in weakref.getweakrefs(group))
+    Its users hold this, never the process group, so that the table of torch holds the last name for that.
 
-
-def _find_own_groups() -> list[dist.ProcessGroup]:
-    """Return the groups of this rank that were made here, in the order in which they were made."""
-    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith(_OWN)]
-
-
-def _share_group(purpose: str, backend: str | None, size: int) -> dist.ProcessGroup:
-    """Return this rank's group of `size` consecutive ranks for a purpose: the one that is there, or else a new one.
-
-    Torch's table of groups is where it is found again, so it goes with the default group. Its collectives may take as
-    long as the default group's (`ddp_timeout`): torch's own `new_group` does not ask.
-
-    Ranks: collective over all ranks: each makes the groups of all. One that is there is there on all ranks.
+    Ranks: local. The end of a gloo group waits for what this rank has still in flight there.
     """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Not `__del__`: what is collected in a cycle has lost its weak references by then, itself if it is one.
+        weakref.finalize(self, _end_with_users, weakref.ref(group), os.getpid()).atexit = False
+
+    def find(self) -> dist.ProcessGroup:
+        """Return the process group.
+
+        Raises:
+            ShardError: it has ended, with the default one.
+        """
+        group = self()
+        if group is None:
+            raise ShardError(
+                "the process group of the model has ended", fix="load or shard the model after init_process_group"
+            )
+        return group
+
+
+def _end_with_users(reference: weakref.ref[dist.ProcessGroup], process_id: int) -> None:
+    """End a group whose last user on this rank has gone; see [The end of a shared group]."""
+    is_there = reference() in dist.distributed_c10d._world.pg_map
+    if process_id == os.getpid() and is_there and _is_gloo(reference()):  # a forked process has none of its threads
+        _end_group(reference)
+
+
+def _is_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Tell whether a group knows gloo alone, whatever its devices."""
+    return group is not None and {group._get_backend(d).name() for d in group._device_types} == {"gloo"}
+
+
+def _end_group(reference: weakref.ref[dist.ProcessGroup]) -> None:
+    """End this rank's part of a group.
+
+    Ranks: local for gloo; collective over the group for NCCL.
+    """
+    group = reference()
+    assert group is not None
+    # These hold the threads. Their end comes with the last name for them, after the group's, since only a backend's own
+    # end waits for the threads without the interpreter's lock, for which they may wait.
+    backends = [group._get_backend(device) for device in group._device_types]
+    dist.destroy_process_group(group)
+    del group
+    backends.clear()
+
+
+def _find_own_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the groups of this rank that were made here, by description, in the order in which they were made."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return {group.group_desc: group for group in groups if group.group_desc.startswith(_OWN)}
+
+
+def _find_shared(group: dist.ProcessGroup) -> SharedGroup | None:
+    """Return what the users of a group hold; None if it has none on this rank."""
+    return next((mark for mark in weakref.getweakrefs(group) if isinstance(mark, SharedGroup)), None)
+
+
+def _share_groups(size: int, **backends: str | None) -> list[SharedGroup]:
+    """Return this rank's groups of `size` consecutive ranks: those that every rank still has, or else new ones.
+
+    Torch's table of groups is where they are found again, so they go with the default group. Other groups that no rank
+    uses any more end here; see [The end of a shared group].
+
+    Args:
+        backends: of each purpose; None is the default group's.
+
+    Ranks: collective over all ranks: each makes the groups of all.
+    """
+    own = _find_own_groups()
+    users = {name: _find_shared(group) for name, group in own.items()}  # held, so that none ends before all is decided
+    everyone = _exchange({name: user is not None for name, user in users.items()})
+    common = [name for name in own if all(name in groups for groups in everyone)]
+    number = 1 + max((int(name.split()[-1]) for groups in everyone for name in groups), default=0)
+    shared, reused = [], set()
+    for purpose, backend in backends.items():
+        kind = f"{_OWN} {purpose} over {size} ranks, number"
+        names = [name for name in common if name.startswith(kind)]
+        if names:
+            dist.distributed_c10d._set_pg_timeout(_read_timeout(), own[names[-1]])
+            shared.append(users[names[-1]] or SharedGroup(own[names[-1]]))
+            reused.add(names[-1])
+        else:
+            shared.append(SharedGroup(_make_group(size, backend, f"{kind} {number}")))
+    for name in common:
+        if name not in reused and not any(groups[name] for groups in everyone):
+            _end_group(weakref.ref(own.pop(name)))
+    return shared
+
+
+def _exchange(facts: dict[str, bool]) -> list[dict[str, bool]]:
+    """Return every rank's `facts` through the store, which NCCL's device is not needed for."""
+    if get_world_size() == 1:
+        return [facts]
+    words = RankStore.of_group("groups").exchange(json.dumps(facts), _read_timeout().total_seconds())
+    return [json.loads(word) for word in words]
+
+
+def _read_timeout() -> timedelta:
+    """Return how long a collective of the default group may take (`ddp_timeout`); torch's `new_group` does not ask."""
     world = dist.group.WORLD
     assert world is not None
-    timeout = world._get_backend(world._device_types[0]).options._timeout
-    description = f"{_OWN} {purpose} over {size} ranks"
-    for group in _find_own_groups():
-        if group.group_desc == description:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
-            return group
-    own: dist.ProcessGroup | None = None
-    for begin in range(0, get_world_size(), size):
-        ranks = list(range(begin, begin + size))
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=description)
-        if get_rank() in ranks:
-            own = group
-    assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
-    return own
+    return world._get_backend(world._device_types[0]).options._timeout
 
 
-def _end_unused_groups(size: int) -> None:
-    """End the groups of other sizes than `size` that no rank uses any more.
-
-    Models are collected at different times on different ranks, and the end of an NCCL group is a collective of the
-    ranks of a node, so none ends when its last model does: all ranks end it here, where they meet.
+def _make_group(size: int, backend: str | None, description: str) -> dist.ProcessGroup:
+    """Make groups of `size` consecutive ranks, and return this rank's.
 
     Ranks: collective over all ranks.
     """
-    others = [group for group in _find_own_groups() if not group.group_desc.endswith(f" {size} ranks")]
-    if not others:
-        return
-    unused = [group.group_desc for group in others if not _is_used(group)]
-    ended = set(unused).intersection(*gather_objects(unused))
-    while others:
-        group = others.pop(0)
-        if group.group_desc in ended:
-            # These hold the threads. Their end comes with the last name for them, after the group's, since only a
-            # backend's own end waits for the threads without the interpreter's lock, for which they may wait.
-            backends = [group._get_backend(device) for device in group._device_types]
-            dist.destroy_process_group(group)
-            del group
-            backends.clear()
+    own: dist.ProcessGroup | None = None
+    for begin in range(0, get_world_size(), size):
+        ranks = list(range(begin, begin + size))
+        group = dist.new_group(ranks, timeout=_read_timeout(), backend=backend, group_desc=description)
+        if get_rank() in ranks:
+            own = group
+    assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
+    if _is_gloo(own):
+        dist.barrier(own)  # the first to end it would cut off those that still connect
+    return own
 
 
 @dataclass(frozen=True)
@@ -206,9 +276,8 @@ class HostGroup:
     Ranks: creating one is collective over all ranks. One rank needs no process group.
     """
 
-    group: dist.ProcessGroup | None = None
+    group: SharedGroup | None = None
     lookout: Lookout | None = None
-    use: _Use | None = None
 
     @classmethod
     def of_all(
@@ -223,8 +292,8 @@ class HostGroup:
         size = get_world_size()
         if size == 1:
             return cls()
-        group = _share_group("agreements", "gloo", size)
-        return cls(group, Lookout(get_rank(), range(size), wait_warning_s, describe_ranks), _Use(group))
+        (group,) = _share_groups(size, agreements="gloo")
+        return cls(group, Lookout(get_rank(), range(size), wait_warning_s, describe_ranks))
 
     def find_largest(self, values: Sequence[int], deed: str = "agree") -> list[int]:
         """Return for each of `values`, 64-bit integers, the largest that any rank has there.
@@ -243,12 +312,13 @@ class HostGroup:
             return list(values)
         largest = torch.tensor(values, dtype=torch.int64)
         everyone = [torch.empty_like(largest) for _ in range(get_world_size())] if get_rank() == 0 else None
-        gather = dist.gather(largest, everyone, dst=0, group=self.group, async_op=True)
+        group = self.group.find()
+        gather = dist.gather(largest, everyone, dst=0, group=group, async_op=True)
         # On the others it ends when rank 0 has come to it; that all have, its answer alone says.
         self.lookout.wait(gather, deed, tells_of_all=everyone is not None)
         if everyone is not None:
             largest = torch.stack(everyone).amax(0)
-        self.lookout.wait(dist.broadcast(largest, src=0, group=self.group, async_op=True), deed)
+        self.lookout.wait(dist.broadcast(largest, src=0, group=group, async_op=True), deed)
         return largest.tolist()
 
     def broadcast_object(self, value: T) -> T:
@@ -259,7 +329,7 @@ class HostGroup:
         if self.group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
+        dist.broadcast_object_list(values, src=0, group=self.group.find())
         return values[0]
 
 
@@ -276,11 +346,10 @@ class ShardGroup:
 
     rank: int = 0
     size: int = 1
-    gather_group: dist.ProcessGroup | None = None
-    control_group: dist.ProcessGroup | None = None
+    gather_group: SharedGroup | None = None
+    control_group: SharedGroup | None = None
     number: int = 0
     lookout: Lookout | None = None
-    uses: tuple[_Use, ...] = ()
     num_gathers: int = field(default=0, init=False)
     gathered_bytes: int = field(default=0, init=False)
 
@@ -294,36 +363,37 @@ class ShardGroup:
 
         Ranks: collective over all ranks: each makes the groups of all.
         """
-        _end_unused_groups(size)
         if size == 1:
+            _share_groups(size)
             return cls()
-        groups = _share_group("gathers", None, size), _share_group("comparisons", "gloo", size)
+        gathers, comparisons = _share_groups(size, gathers=None, comparisons="gloo")
         begin = get_rank() - get_rank() % size
-        store = dist.distributed_c10d._get_process_group_store(groups[1])
+        store = dist.distributed_c10d._get_process_group_store(comparisons.find())
         return cls(
             get_rank() % size,
             size,
-            *groups,
+            gathers,
+            comparisons,
             number=store.add(f"models/{get_rank()}", 1),
             lookout=Lookout(get_rank(), range(begin, begin + size), wait_warning_s),
-            uses=tuple(map(_Use, groups)),
         )
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Start filling `whole` (uint8, [size * shard]) with every rank's `shard` (uint8, [shard]).
+    def all_gather(self, unsharded: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start filling `unsharded` (uint8, [size * shard]) with every rank's `shard` (uint8, [shard]).
 
-        `shard` may be this rank's part of `whole`.
+        `shard` may be this rank's part of `unsharded`.
 
         Ranks: collective over the group, in one order.
         Memory: none beyond the two tensors.
         """
         self.num_gathers += 1
-        self.gathered_bytes += whole.numel()
-        if dist.get_backend(self.gather_group) == "gloo":
-            return _start_broadcasts(whole.view(self.size, -1), shard, self.rank, self.gather_group)
+        self.gathered_bytes += unsharded.numel()
+        group = self.gather_group.find() if self.gather_group is not None else None
+        if dist.get_backend(group) == "gloo":
+            return _start_broadcasts(unsharded.view(self.size, -1), shard, self.rank, group)
         # torch 2.13 renamed the operation and deprecates the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(whole, shard, group=self.gather_group, async_op=True)
+        return gather(unsharded, shard, group=group, async_op=True)
 
     def compare(self, values: Sequence[int], deed: str = "compare where they stand") -> list[list[int]] | None:
         """Return every rank's `values` (64-bit integers) if any rank's differ, else None.
@@ -336,15 +406,16 @@ class ShardGroup:
 
         Ranks: collective over the group, on the host.
         """
-        assert self.lookout is not None
+        assert self.lookout is not None and self.control_group is not None
+        group = self.control_group.find()
         mine = torch.tensor(values, dtype=torch.int64)
         low_and_high = torch.stack([mine, -mine])
-        work = dist.all_reduce(low_and_high, op=dist.ReduceOp.MIN, group=self.control_group, async_op=True)
+        work = dist.all_reduce(low_and_high, op=dist.ReduceOp.MIN, group=group, async_op=True)
         self.lookout.wait(work, deed)
         if torch.equal(low_and_high[0], -low_and_high[1]):
             return None
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.control_group)
+        dist.all_gather(everyone, mine, group=group)
         return [one.tolist() for one in everyone]
 
 

@@ -37,7 +37,9 @@ def read_dtype(asked: torch.dtype | str) -> DtypeOption:
     if asked == "auto":
         return "auto"
     if asked not in _NAMES:
-        raise ConfigError(f"dtype: expected auto, a torch.dtype or one of {', '.join(_NAMES)}, found {asked!r}")
+        raise ConfigError(
+            option="dtype", expected=f"auto, a torch.dtype or one of {', '.join(_NAMES)}", found=repr(asked)
+        )
     return _NAMES[asked]
 
 

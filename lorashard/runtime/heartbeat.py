@@ -1,4 +1,4 @@
-"""Signs of life: each rank gives them to the others, and one that gives none is named, with where it stood.
+"""Heartbeats: each rank gives them to the others, and one that gives none is named, with where it stood.
 
 A thread of each rank leaves a beat in the launcher's store: that it is alive, what its main thread does, and where. It
 reads the others' beats on the way. A rank that is stopped, swapped out, or whose machine is gone leaves no beat; the
@@ -6,8 +6,8 @@ others would wait for it in a collective until `ddp_timeout`.
 
 What is found, and what is not:
 
-- A beat needs no more than Python's lock for an instant, so it goes on while a rank tokenizes, loads, evaluates, saves
-  or waits for other ranks. Native code that keeps the lock for all of the timeout starves it.
+- A beat needs no more than Python's lock for an instant, so it continues while a rank tokenizes, loads, evaluates,
+  saves or waits for other ranks. Native code that keeps the lock for all of the timeout starves it.
 - A rank whose main thread hangs while its thread beats (a deadlock, a network drive that does not answer) is alive. The
   collective that the others wait in ends by `ddp_timeout`; `Heartbeat.describe_ranks` tells then where each rank stood.
   Where NCCL's own watchdog ends the process, it does so without a word from here.
@@ -48,7 +48,7 @@ _SPOKEN = "spoken"
 
 
 class Heartbeat:
-    """Gives signs of life from this rank and ends it when another has given none for too long.
+    """Gives heartbeats from this rank and ends it when another has given none for too long.
 
     Use it as a context; leaving it tells the others that no more beats are to come. One rank needs none.
 
@@ -163,7 +163,7 @@ class Heartbeat:
 class Silences:
     """How long each other rank has been silent, counted in time in which this process ran itself.
 
-    Where all ranks are stopped and go on later (a suspended job, Ctrl-Z, a laptop that sleeps), the first to go on must
+    Where all ranks are stopped and continue later (a suspended job, Ctrl-Z, a laptop that sleeps), the first one must
     not blame the others.
     """
 
@@ -203,7 +203,7 @@ def explain_silence(beats: Sequence[dict[str, Any] | None], overdue: Sequence[in
     if others:
         others = f", nor have ranks {others}" if len(overdue) > 2 else f", nor has rank {others}"
     return (
-        f"rank {overdue[0]} (host {beat['host']}, pid {beat['pid']}) has given no sign of life for {timeout_s:g} s"
+        f"rank {overdue[0]} (host {beat['host']}, pid {beat['pid']}) has given no heartbeat for {timeout_s:g} s"
         f"{others}: {_find_reason(beat)}; it stood in {_describe(beat)}; raise heartbeat_timeout if it was only slow"
     )
 

@@ -41,19 +41,22 @@ def join_launch(backend: str | None = None, *, will_train: bool = False) -> torc
     except ValueError as error:  # of a backend that torch has not been built with
         if backend is None:  # then of the launch: a MASTER_ADDR that is missing, a rank that is no number
             raise
-        raise ConfigError(f"ddp_backend: expected one that is there, found {backend!r}: {error}") from error
+        raise ConfigError(
+            str(error), option="ddp_backend", expected="one that is there", found=repr(backend)
+        ) from error
     if state.distributed_type == DistributedType.DEEPSPEED:  # the trainer's arguments leave no variable behind
         raise ConfigError(explain_plugin("DeepSpeed", "by the trainer's arguments", "deepspeed=..."))
     if env is not None and env.world_size != state.num_processes:
         raise ConfigError(
-            f"the launcher started {env.world_size} ranks but accelerate sees {state.num_processes}, so the ranks "
-            "would train alone: "
-            "for ranks on the CPU set ACCELERATE_USE_CPU=true, or make Accelerator(cpu=True) or the trainer's "
-            "arguments with use_cpu=True before lorashard.load"
+            "the ranks would train alone",
+            expected=f"{env.world_size} ranks, as the launcher has started",
+            found=f"{state.num_processes} that accelerate sees",
+            fix="for ranks on the CPU set ACCELERATE_USE_CPU=true, or make Accelerator(cpu=True) or the trainer's "
+            "arguments with use_cpu=True before lorashard.load",
         )
     if state.device.type not in ("cuda", "cpu"):
         raise ConfigError(
-            f"expected a CUDA GPU or the CPU, but accelerate chose '{state.device}': set ACCELERATE_USE_CPU=true"
+            expected="a CUDA GPU or the CPU", found=f"{state.device}, by accelerate", fix="set ACCELERATE_USE_CPU=true"
         )
     if state.device.type == "cpu":
         return torch.device("cpu")  # accelerate may say cpu:0

@@ -33,9 +33,11 @@ def refuse_plugins(environ: Mapping[str, str]) -> None:
     backend = environ.get(_COMPILER, "no")
     if backend.lower() not in ("", "no"):
         raise ConfigError(
-            f"accelerate is told to compile the whole model ({_COMPILER}={backend}), the sharding with it: switch that "
-            "off (answer no to torch dynamo in `accelerate config`, or leave out --dynamo_backend and the trainer's "
-            "torch_compile) and give torch_compile to lorashard, which compiles the decoder layers"
+            "accelerate is told to compile the whole model, the sharding with it",
+            option=_COMPILER,
+            found=backend,
+            fix="answer no to torch dynamo in `accelerate config`, or leave out --dynamo_backend and the trainer's "
+            "torch_compile; give torch_compile to lorashard, which compiles the decoder layers",
         )
 
 

@@ -189,6 +189,32 @@ class RankStore:
             return [word.decode() for word in self._store.multi_get(keys)]
         return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
+    def exchange(self, word: str, timeout_s: float) -> list[str]:
+        """Return what every rank passes here, by rank, once all have come.
+
+        It asks again and again: a wait in the store would keep other threads of this process from it.
+
+        Raises:
+            ShardError: some rank has not come in time.
+
+        Ranks: every rank must call it equally often.
+        """
+        turn = self._store.add(f"turn/{self._rank}", 1)
+        keys = [f"exchange-{turn}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], word)
+        deadline_s, pause_s = time.monotonic() + timeout_s, 0.005
+        while not self._store.check(keys):
+            if time.monotonic() > deadline_s:
+                raise ShardError(
+                    "not all ranks have come to share their process groups",
+                    expected=f"{self._size} ranks within {timeout_s:g} s",
+                    found=f"ranks {self.find_absent(f'exchange-{turn}')} are missing",
+                    fix="call lorashard.load and lorashard.shard on every rank, equally often",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+        return [found.decode() for found in self._store.multi_get(keys)]
+
     def leave_failure(self, reason: str) -> None:
         """Tell the others that this rank goes no further."""
         self._store.set("failure", reason)

@@ -23,7 +23,7 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, try again
 
 
 class StopRequest:
-    """Remembers that this process was asked to stop, or to save and go on, until somebody looks.
+    """Remembers that this process was asked to stop, or to save and continue, until somebody looks.
 
     Ranks: local; one rank may have been asked a step before another. Who acts on it agrees with all ranks first.
     """
@@ -66,7 +66,7 @@ class StopRequest:
     def close(self) -> None:
         """Have requests do nothing from here on: the training is over, and the interpreter's end would make them kill.
 
-        SIGTERM and SIGINT go on as they are.
+        SIGTERM and SIGINT continue as they are.
         """
         for number in (STOP_SIGNAL, SAVE_SIGNAL):
             signal.signal(number, signal.SIG_IGN)

@@ -51,7 +51,7 @@ def add_callbacks(
 
 
 class ProfileCallback(TrainerCallback):
-    """Tells a profiler of the trainer's steps, which a resumed run goes on counting."""
+    """Tells a profiler of the trainer's steps, which a resumed run continues to count."""
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler

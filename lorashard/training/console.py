@@ -116,7 +116,7 @@ def describe_log(logs: Mapping[str, Any], left_s: float | None) -> str:
 
     Args:
         logs: what transformers' and TRL's trainers log.
-        left_s: how long the training will go on, where that is known.
+        left_s: how long the training will continue, where that is known.
     """
     if _SUMMARY in logs:
         loss = _show_number(logs.get("train_loss"))

@@ -18,7 +18,7 @@ def check_nodes(folder: Path, arguments: TrainingArguments, data: str, checkpoin
     Args:
         folder: the run's, which exists.
         data: a name for what this rank trains on.
-        checkpoint: what this rank goes on from.
+        checkpoint: what this rank resumes from.
 
     Raises:
         ConfigError: ranks have other data or another checkpoint, or checkpoints would be lost to some nodes or written
@@ -31,20 +31,26 @@ def check_nodes(folder: Path, arguments: TrainingArguments, data: str, checkpoin
         other = next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
         if other is not None:
             raise ConfigError(
-                f"expected the same {name} on all nodes, found {everyone[0]} on rank 0 and {everyone[other]} on rank "
-                f"{other}: copy what is missing, or use a disk that all nodes share"
+                expected=f"the same {name} on all nodes",
+                found=f"{everyone[0]} on rank 0 and {everyone[other]} on rank {other}",
+                fix="copy what is missing, or use a disk that all nodes share",
             )
     is_shared = _is_shared(folder)
     if not is_shared and arguments.save_strategy != SaveStrategy.NO and not arguments.save_on_each_node:
         raise ConfigError(
-            f"output_dir {folder}: expected a folder that all nodes share, since rank 0 writes the checkpoints and all "
-            "ranks resume from them: put it on a shared disk, or give save_on_each_node: true, or save_strategy: no"
+            "rank 0 writes the checkpoints and all ranks resume from them",
+            option="output_dir",
+            expected="a folder that all nodes share",
+            found=folder,
+            fix="put it on a shared disk, or give save_on_each_node: true, or save_strategy: no",
         )
     num_nodes = sum(dist.gather_objects(arguments.local_process_index == 0))
     if is_shared and arguments.save_on_each_node and num_nodes > 1:
         raise ConfigError(
-            f"save_on_each_node: expected nodes with disks of their own, but all ranks see the same output_dir "
-            f"{folder} and would write the same files: leave it out"
+            option="save_on_each_node",
+            expected="nodes with disks of their own",
+            found=f"one output_dir for all, {folder}, in which they would write the same files",
+            fix="leave it out",
         )
     return is_shared
 

@@ -70,7 +70,7 @@ class DrawnRows:
 class FiniteTrainer(Trainer):
     """A mixin over one of TRL's trainers that keeps a step's losses and rows, and judges them.
 
-    `SurvivingTrainer` has them looked at in each step, when the gradient's norm is known.
+    `CheckpointingTrainer` has them looked at in each step, when the gradient's norm is known.
     """
 
     nonfinite: NonfiniteRule

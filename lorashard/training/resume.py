@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it can: what the two must have in common for the steps to go on.
+"""Which checkpoint a run resumes from, and whether it can: what the two must have in common for the steps to continue.
 
 A checkpoint is independent of the number of ranks and of the placement. What decides the rows of a step is not: the
 data, their order, and how many rows make a step.
@@ -22,7 +22,7 @@ from ..runs.checkpoints import MANIFEST_NAME, Manifest, list_checkpoints, read_m
 from ..runtime import dist
 from .resume_request import check_afresh
 
-# What the saved states of the optimizer and the schedule go on with, whatever the options say.
+# What the saved states of the optimizer and the schedule continue with, whatever the options say.
 _SCHEDULE = ("learning_rate", "max_steps", "num_train_epochs", "warmup_steps", "weight_decay")
 _NO_MANIFEST = "has no manifest, so nothing tells whether it is whole, nor whether this run has the same data and steps"
 
@@ -57,7 +57,9 @@ class Facts:
         try:
             return cls(**manifest.facts)
         except TypeError as error:
-            raise CheckpointError(f"checkpoint-{manifest.step} was written by another version of lorashard") from error
+            raise CheckpointError(
+                "it was written by another version of lorashard", where=f"checkpoint-{manifest.step}"
+            ) from error
 
 
 def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared) -> Facts:
@@ -112,7 +114,7 @@ def _fills_steps(config: RunConfig, arguments: TrainingArguments) -> bool:
 def choose_checkpoint(
     config: RunConfig, is_writer: bool, emit: Callable[..., None], log: Callable[[str], None]
 ) -> Path | None:
-    """Return the checkpoint to go on from, whole on every node, or None to start afresh.
+    """Return the checkpoint to resume from, whole on every node, or None to start afresh.
 
     Args:
         is_writer: whether this rank is the one of its node that reads all of the files.
@@ -150,7 +152,7 @@ def choose_checkpoint(
 
 
 def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
-    """Return why a checkpoint cannot be gone on from on some node, or None.
+    """Return why a checkpoint cannot be resumed from on some node, or None.
 
     Ranks: collective over all ranks.
     """
@@ -158,7 +160,7 @@ def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
     if is_writer:
         try:
             if not Facts.read(verify(checkpoint)).is_resumable:
-                problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can go on from it"
+                problem = f"{checkpoint} holds the adapter alone (save_only_model), so no run can resume from it"
         except (CheckpointError, OSError) as error:
             problem = str(error)
     return next((problem for problem in dist.gather_objects(problem) if problem), None)
@@ -186,13 +188,15 @@ def check_resume(
     saved = Facts.read(manifest)
     name = checkpoint.name
     if saved.method != facts.method:
-        raise ConfigError(f"{name} was written by method {saved.method}, and this run is {facts.method}")
+        raise ConfigError(option="method", expected=f"{saved.method}, as {name} was written by", found=facts.method)
     different = [key for key, value in facts.lora.items() if saved.lora.get(key, value) != value]
     if different:
         key = different[0]
         raise ConfigError(
-            f"{name} was trained with {key} {saved.lora.get(key)}, and this run has {facts.lora[key]}: an adapter "
-            "cannot be changed on the way; give what it was trained with"
+            "an adapter cannot be changed on the way",
+            option=key,
+            expected=f"{saved.lora.get(key)}, as {name} was trained with",
+            found=facts.lora[key],
         )
     changed = [
         f"{key} {value} for {saved.schedule[key]}"
@@ -201,8 +205,8 @@ def check_resume(
     ]
     if changed:
         log(
-            f"{', '.join(changed)}: the optimizer and the schedule go on from the states in {name}, so of these the "
-            "number of steps alone counts from here on, and the learning rate bends there"
+            f"{', '.join(changed)}: the optimizer and the schedule continue from their states in {name}, so of these "
+            "the number of steps alone counts from here on, and the learning rate bends there"
         )
     if saved.dtype is not None and saved.dtype != facts.dtype:
         log(f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have")
@@ -210,21 +214,25 @@ def check_resume(
         return saved.world_size
     if (saved.data_sha256, saved.num_rows) != (facts.data_sha256, facts.num_rows):
         raise ConfigError(
-            f"the data have changed since {name}: it was trained on {saved.num_rows} rows with SHA-256 "
-            f"{saved.data_sha256[:12]}, and these are {facts.num_rows} with {facts.data_sha256[:12]} (dataset, "
-            "tokenizer and the options of the data decide): give those, or ignore_data_skip: true to go on at the "
-            "beginning of the data as they are now"
+            f"the data have changed since {name} (dataset, tokenizer and the options of the data decide)",
+            option="dataset",
+            expected=f"{saved.num_rows} examples with SHA-256 {saved.data_sha256[:12]}",
+            found=f"{facts.num_rows} with {facts.data_sha256[:12]}",
+            fix="give the same data, or ignore_data_skip: true to resume at the beginning of the data as they are now",
         )
     if saved.order != facts.order:
         raise ConfigError(
-            f"the rows of {name} came in another order: {saved.order}; this run has {facts.order}: give the same, or "
-            "ignore_data_skip: true"
+            "the order of the examples has changed",
+            expected=f"{saved.order}, as of {name}",
+            found=facts.order,
+            fix="give the same, or ignore_data_skip: true",
         )
     if saved.rows_per_step != facts.rows_per_step:
         raise ConfigError(
-            f"{name} had {saved.rows_per_step} rows a step on {saved.world_size} ranks, and this run has "
-            f"{facts.rows_per_step} on {facts.world_size}: give --global_batch_size {saved.rows_per_step}, which sets "
-            "the accumulation"
+            option="global_batch_size",
+            expected=f"{saved.rows_per_step}, as of {name} on {saved.world_size} ranks",
+            found=f"{facts.rows_per_step} on {facts.world_size}",
+            fix=f"give --global_batch_size {saved.rows_per_step}, which sets the accumulation",
         )
     if saved.rows_per_epoch != facts.rows_per_epoch:
         _check_epoch_ends(config, arguments, manifest, saved, facts, log)
@@ -239,7 +247,7 @@ def _check_epoch_ends(
     facts: Facts,
     log: Callable[[str], None],
 ) -> None:
-    """Refuse to go on where the last step of an epoch that is to come would have other rows, unless that was asked."""
+    """Refuse to resume where the last step of a later epoch would have other examples, unless that was asked."""
     if saved.rows_per_epoch is None or facts.rows_per_epoch is None:
         return
     name = f"checkpoint-{manifest.step}"
@@ -257,8 +265,10 @@ def _check_epoch_ends(
         )
         return
     raise ConfigError(
-        f"{name} had {saved.rows_per_epoch} rows an epoch on {saved.world_size} ranks, and this run has "
-        f"{facts.rows_per_epoch} on {facts.world_size}, so the last step of an epoch would have others: go on with "
-        f"{saved.world_size} ranks, or give --global_batch_size {saved.rows_per_step}, which fills the last step of "
-        "each epoch on any number of ranks"
+        "the last step of an epoch would have other examples",
+        option="global_batch_size",
+        expected=f"{saved.rows_per_epoch} examples an epoch, as of {name} on {saved.world_size} ranks",
+        found=f"{facts.rows_per_epoch} on {facts.world_size}",
+        fix=f"resume with {saved.world_size} ranks, or give --global_batch_size {saved.rows_per_step}, which fills the "
+        "last step of each epoch on any number of ranks",
     )

@@ -35,30 +35,35 @@ def read_progress(checkpoint: Path) -> int:
     except OSError:
         found = "one without" if checkpoint.is_dir() else "nothing at"
         raise ConfigError(
-            f"resume_from_checkpoint: expected a checkpoint's folder, with {path.name}, found {found} {path}"
+            option="resume_from_checkpoint",
+            expected=f"a checkpoint's folder, with {path.name}",
+            found=f"{found} {path}",
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"resume_from_checkpoint: {path} is damaged: {error}") from error
+        raise ConfigError(f"damaged: {error}", option="resume_from_checkpoint", where=path) from error
 
 
 def check_afresh(config: RunConfig) -> None:
     """Refuse to start afresh where nobody has asked for that, or where it would cost a finished adapter.
 
-    To be called where there is no complete checkpoint to go on from.
+    To be called where there is no complete checkpoint to resume from.
 
     Raises:
         ConfigError: the option is `true`, or the folder holds an adapter and is not to be overwritten.
     """
     folder = Path(config.output_dir)
-    expected = f"resume_from_checkpoint: expected a complete checkpoint in {folder}, found none"
+    missing = {"option": "resume_from_checkpoint", "expected": f"a complete checkpoint in {folder}"}
     if config.resume_from_checkpoint is True:
         raise ConfigError(
-            f"{expected}; leave the option out to start anew, or give auto, which starts afresh where there is none"
+            **missing,
+            found="none",
+            fix="leave the option out to start anew, or give auto, which starts afresh where there is none",
         )
     if (folder / "adapter_config.json").exists() and not config.overwrite_output_dir:
         raise ConfigError(
-            f"{expected}, and a finished adapter, which starting afresh would delete: choose another folder, or start "
-            "anew with --overwrite_output_dir"
+            **missing,
+            found="a finished adapter, which starting afresh would delete",
+            fix="choose another folder, or start anew with --overwrite_output_dir",
         )
 
 

@@ -52,7 +52,7 @@ class _Watch:
                     raise
                 self._is_dropped = True
                 self._log(
-                    f"{self._name} is told nothing more ({describe_fault(error, self._folder)}): the run goes on, and "
+                    f"{self._name} gets nothing more ({describe_fault(error, self._folder)}): the run continues, and "
                     "metrics.jsonl has all of its lines"
                 )
                 return None

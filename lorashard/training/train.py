@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, se
 from transformers.utils import is_liger_kernel_available
 
 from .. import api
-from ..config.data_options import DataOptions
+from ..config.placement import PlacementOptions, ResolvedPlacement
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
 from ..data.prepare import Prepared, prepare
@@ -97,9 +97,7 @@ def _finetune(
 ) -> None:
     status, log = run.status, console.log
     tokenizer = load_tokenizer(**config.tokenizer_options())
-    prepared = prepare(
-        DataOptions(**config.data_options()), tokenizer, method=config.trl_method, progress=status.advance
-    )
+    prepared = prepare(config.data_options(), tokenizer, method=config.trl_method, progress=status.advance)
     log(f"dataset: {prepared.report.summary()}")
     stop.check()
     status.enter("load")
@@ -193,10 +191,10 @@ def settle_dtype(
 ) -> RunConfig:
     """Return the configuration with what `dtype: auto` becomes; an explicit one is as it was asked for.
 
-    A run goes on in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
+    A run continues in the dtype that it began in, whatever this machine is good at: its steps would not be the same.
 
     Args:
-        checkpoint: that the run goes on from.
+        checkpoint: that the run resumes from.
         explain: as for `choose_dtype`.
 
     Ranks: collective over all ranks.
@@ -213,7 +211,9 @@ def settle_dtype(
     return config
 
 
-def _load(config: RunConfig, placement: dict[str, Any], run: Run, log: Callable[[str], None]) -> tuple[PeftModel, int]:
+def _load(
+    config: RunConfig, placement: PlacementOptions | ResolvedPlacement, run: Run, log: Callable[[str], None]
+) -> tuple[PeftModel, int]:
     """Return the model with its adapter, and how many bytes the whole base takes."""
     begin_s = time.perf_counter()
     model = api.load(
@@ -228,7 +228,7 @@ def _load(config: RunConfig, placement: dict[str, Any], run: Run, log: Callable[
         cache_quantized=config.cache_quantized,
         num_labels=1 if config.trl_method.is_classifier else None,
         progress=run.status.advance,
-        **placement,
+        placement=placement,
     )
     base_bytes = sum(field.num_bytes for unit in engine_of(model).units for field in unit.layout.fields)
     computed_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
@@ -284,8 +284,8 @@ def _end_group(trainer: Trainer) -> None:
 
 def _place(
     config: RunConfig, prepared: Prepared, device: torch.device, run: Run, log: Callable[[str], None]
-) -> tuple[dict[str, Any], Plan | None]:
-    """Return the arguments of `load` that say where the base rests, and a plan: what is left to `auto` is planned.
+) -> tuple[PlacementOptions | ResolvedPlacement, Plan | None]:
+    """Return where the base rests, for `load`, and a plan: what is left to `auto` is planned.
 
     Where nothing is, rank 0 alone has a plan, for the record.
 
@@ -294,7 +294,6 @@ def _place(
 
     Ranks: collective over all ranks where there is something to plan; all get one plan.
     """
-    options = config.placement_options()
 
     def describe() -> Training:
         return describe_training(
@@ -306,16 +305,16 @@ def _place(
         )
 
     if not config.is_placement_open:
-        return options, _foresee(config, describe, device, run, log) if dist.get_rank() == 0 else None
+        return config, _foresee(config, describe, device, run, log) if dist.get_rank() == 0 else None
     training = describe()
     try:
         plan = plan_here(describe_base(config), training, device, config)
     except PlanError as error:
         log(f"placement: {error}; taking shard, give --placement for another")
-        return options | {"placement": "shard", "activation_checkpointing_layers": "all"}, None
+        return config.model_copy(update={"placement": "shard", "activation_checkpointing_layers": "all"}), None
     run.save_plan(plan.to_json())
     log(f"placement: {plan.reason}")
-    return {"placement": plan.choice.placement}, plan
+    return plan.choice.placement, plan
 
 
 def _foresee(
@@ -385,8 +384,13 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
     config_class = getattr(trl, method.config_class)
     if world_size is not None:
         config_class = type(method.config_class, (config_class,), {"world_size": world_size})
+    options = config.trainer_options | decided
+    if hasattr(config_class, "activation_checkpointing"):  # the newer name, without which transformers warns
+        options = {
+            name.replace("gradient_checkpointing", "activation_checkpointing"): options[name] for name in options
+        }
     try:
-        arguments = config_class(**config.trainer_options | decided)
+        arguments = config_class(**options)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise ConfigError(f"TRL's {method.config_class} refuses the options: {' '.join(str(error).split())}") from error
     if arguments.optim_target_modules is None:  # the others are made for a model

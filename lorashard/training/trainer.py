@@ -168,7 +168,7 @@ class CheckpointingTrainer(FiniteTrainer):
         return Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint that is complete or not there at all; go on without it where the disk does not take it."""
+        """Write a checkpoint that is complete or not there at all; continue without it where a disk refuses it."""
         checkpoint = self._name_checkpoint()
         self.hooks.enter("save", self.state.global_step)
         self.store_flos()
@@ -223,7 +223,7 @@ class CheckpointingTrainer(FiniteTrainer):
 
     @property
     def _is_resumable(self) -> bool:
-        """Whether a checkpoint is to hold more than the adapter: one that a person asks for is to be gone on from."""
+        """Whether a checkpoint is to hold more than the adapter: one that a person asks for is to be resumed from."""
         return not self.args.save_only_model or bool(self._stop_signal) or self._saves_now
 
     def _complete(self, checkpoint: Path) -> None:

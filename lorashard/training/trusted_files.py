@@ -1,4 +1,4 @@
-"""What a trainer reads from a checkpoint that it goes on from, looked at before: whole, and nothing that runs code."""
+"""What a trainer reads from a checkpoint that it resumes from, looked at before: whole, and nothing that runs code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PICKLES = ("*.pt", "*.pth")  # of the optimizer, the schedule, the loss scale a
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Refuse a checkpoint that cannot be gone on from, before there is anything to lose.
+    """Refuse a checkpoint that cannot be resumed from, before there is anything to lose.
 
     Raises:
         CheckpointError: a file is missing, damaged, or a pickle that would run code when it is loaded.
@@ -27,7 +27,10 @@ def check_checkpoint(checkpoint: Path) -> None:
     for name in _WHOLE_MODELS:
         if (checkpoint / name).exists():
             raise CheckpointError(
-                f"{checkpoint} holds {name}: expected the checkpoint of an adapter, which holds no model; give another"
+                expected="the checkpoint of an adapter, which holds no model",
+                found=name,
+                where=checkpoint,
+                fix="give another",
             )
     read_json_object(checkpoint / _STATE_NAME)
     # TRL's reference adapter lies in a folder of its own.
@@ -51,6 +54,8 @@ def _check_pickle(file: Path) -> None:
         forbidden = re.search(r"GLOBAL (\S+)", str(error))
         found = f"it asks for {forbidden[1]}" if forbidden else type(error).__name__
         raise CheckpointError(
-            f"{file} is not loaded: expected tensors and plain values, found a damaged file or a pickle that runs code "
-            f"({found}): take another checkpoint, and do not trust this one if it is another's"
+            expected="tensors and plain values",
+            found=f"a damaged file or a pickle that runs code ({found}), which is not loaded",
+            where=file,
+            fix="take another checkpoint, and do not trust this one if it is another's",
         ) from error

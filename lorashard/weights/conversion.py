@@ -1,7 +1,7 @@
-"""Which stored tensors make which model tensors, decided by transformers' own loader.
+"""The mapping from stored tensors to model tensors, by the rules of transformers' own loader.
 
-The one place that knows the inside of transformers' weight loading (`core_model_loading`, `conversion_mapping`); it
-follows `convert_and_load_state_dict_in_model`, from 5.17 on, without reading a byte of data.
+The one file that depends on the internals of transformers' weight loading (`core_model_loading`, `conversion_mapping`);
+it follows `convert_and_load_state_dict_in_model`, from 5.17 on, without reading any data.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from transformers.core_model_loading import (
 
 from ..errors import CheckpointError
 from .safetensors_files import StoredTensor
-from .segments import Runs
+from .segments import SegmentedTensor
 
 
 @dataclass
 class Group:
-    """Stored tensors that are loaded together, and what becomes of them.
+    """Stored tensors that are loaded together, and their conversion to model tensors.
 
     Attributes:
-        name: The model tensor, or the first of those that a conversion makes.
-        converter: transformers' conversion; None where the one stored tensor is taken as it is.
-        dtype: What the stored tensors are cast to before they are converted.
+        name: The model tensor, or the first of those that the conversion returns.
+        converter: transformers' conversion; None if the one stored tensor is not converted.
+        dtype: The stored tensors are cast to it before they are converted.
         sources: The stored tensors for each source pattern of the conversion, in the loader's order.
     """
 
@@ -48,7 +48,7 @@ class Group:
     sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
 
     def convert(self, model: Skeleton, load: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Load the stored tensors whole with `load` and return the model tensors that they make."""
+        """Return the converted model tensors; `load` returns a complete stored tensor."""
         if self.converter is None:
             ((stored,),) = self.sources.values()
             return {self.name: load(stored)}
@@ -56,41 +56,43 @@ class Group:
         for pattern, tensors in self.sources.items():
             for stored in tensors:
                 converter.add_tensor(self.name, stored.key, pattern, load(stored))
-        made = converter.convert(self.name, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        converted = converter.convert(self.name, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
-    def concatenate(self, made: Mapping[str, torch.Tensor]) -> dict[str, Runs] | None:
-        """Return what the conversion makes as runs of stored elements, or None where it is no mere concatenation.
+    def find_segments(self, converted: Mapping[str, torch.Tensor]) -> dict[str, SegmentedTensor] | None:
+        """Return the converted tensors as segments of stored ones; None if the conversion does more than concatenate.
 
-        Only for operations that are known to move whole runs of elements: stacking along dim 0, concatenating along
-        dim 0 (or along dim 1 what was just stacked: each expert's gate, then its up projection), and chunking along
-        dim 0. The outcome must have the shapes that transformers' own conversion gave (`made`).
+        Supports the operations that move contiguous elements: stacking along dim 0, concatenating along dim 0 (or along
+        dim 1 after stacking: each expert's gate, then its up projection), and chunking along dim 0. The result must
+        have the shapes that transformers' own conversion returns (`converted`).
         """
         if self.converter is None:
             ((stored,),) = self.sources.values()
-            return {self.name: Runs.of(stored)}
+            return {self.name: SegmentedTensor.of(stored)}
         patterns = self.converter.source_patterns
-        values = {pattern: [Runs.of(stored) for stored in tensors] for pattern, tensors in self.sources.items()}
+        values = {
+            pattern: [SegmentedTensor.of(stored) for stored in tensors] for pattern, tensors in self.sources.items()
+        }
         is_stacked = False
         for operation in self.converter.operations:
-            parts = [runs for pattern in patterns for runs in values.get(pattern, [])]
+            inputs = [tensor for pattern in patterns for tensor in values.get(pattern, [])]
             if type(operation) is MergeModulelist and operation.dim == 0:
-                values = {pattern: [Runs.stack(stack)] for pattern, stack in values.items()}
+                values = {pattern: [SegmentedTensor.stack(tensors)] for pattern, tensors in values.items()}
                 is_stacked = True
             elif type(operation) is Concatenate and (operation.dim == 0 or (operation.dim == 1 and is_stacked)):
-                values = {patterns[0]: [Runs.cat(parts, operation.dim)]}
-            elif type(operation) is Chunk and operation.dim == 0 and len(parts) == 1:
-                values = {patterns[0]: parts[0].split([tensor.shape[0] for tensor in made.values()])}
+                values = {patterns[0]: [SegmentedTensor.cat(inputs, operation.dim)]}
+            elif type(operation) is Chunk and operation.dim == 0 and len(inputs) == 1:
+                values = {patterns[0]: inputs[0].split([tensor.shape[0] for tensor in converted.values()])}
             else:
                 return None
-        outcome = [runs for stack in values.values() for runs in stack]
-        if [runs.shape for runs in outcome] != [tuple(tensor.shape) for tensor in made.values()]:
+        found = [tensor for tensors in values.values() for tensor in tensors]
+        if [tensor.shape for tensor in found] != [tuple(tensor.shape) for tensor in converted.values()]:
             return None
-        return dict(zip(made, outcome, strict=True))
+        return dict(zip(converted, found, strict=True))
 
 
 class Skeleton:
-    """What conversions may ask of a model: its config and its tensors' shapes, as they were before adapters came in."""
+    """The model that conversions may inspect: its config and its tensors' shapes before adapters are injected."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config
@@ -113,7 +115,7 @@ def map_keys(
         model: Skeleton without adapters, built in `dtype`.
 
     Raises:
-        CheckpointError: Two stored tensors claim to be one model tensor.
+        CheckpointError: Two stored tensors have the name of one model tensor.
     """
     expected = model.state_dict()
     transforms = get_model_conversion_mapping(model)
@@ -124,7 +126,7 @@ def map_keys(
 
     groups: dict[str, Group] = {}
     unexpected: dict[str, str] = {}
-    # The order is the loader's: it numbers the experts, and some renamings depend on what came before.
+    # The loader's order: it determines the order of experts, and some renamings depend on earlier ones.
     for key in sorted(stored_tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
         if name not in expected and key in expected:
@@ -138,8 +140,9 @@ def map_keys(
         if group.sources and (converter is None or group.converter is not converter):
             first = next(iter(group.sources.values()))[0].key
             raise CheckpointError(
-                f"Model tensor {name} is in the checkpoint twice, as {first} and as {key}. "
-                "Remove one, or save the model again with transformers."
+                f"model tensor {name} is stored twice, as {first} and as {key}",
+                where=stored_tensors[key].file.parent,
+                fix="remove one, or save the model again with transformers",
             )
         group.sources.setdefault(pattern or key, []).append(stored_tensors[key])
     return list(groups.values()), unexpected
@@ -148,7 +151,7 @@ def map_keys(
 def _choose_dtypes(
     model: PreTrainedModel, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return each tensor's dtype: float32 where the model insists, else the skeleton's own."""
+    """Return each tensor's dtype: float32 where the model requires it, else the skeleton's own."""
     plan = {re.compile(pattern.replace("*", ".*")): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
     return {
         name: next((kept for pattern, kept in plan.items() if pattern.search(name)), tensor.dtype)
@@ -162,16 +165,10 @@ def revert(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
         return revert_weight_conversion(model, dict(tensors)) if tensors else {}
 
 
-def is_converted(model: PreTrainedModel) -> bool:
-    """Tell whether storing the model does more than rename its tensors."""
-    transforms = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-    return any(isinstance(transform, WeightConverter) for transform in transforms)
-
-
 def drop_ignored(
     model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
 ) -> tuple[set[str], set[str]]:
-    """Return missing and unexpected names without those that the model's class says do not matter."""
+    """Return missing and unexpected names without those that the model's class ignores."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(report)
     return report.missing_keys, report.unexpected_keys

@@ -1,4 +1,4 @@
-"""What a derived base was made from, as its folder tells."""
+"""The origin of a derived base, as its folder records it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from peft import PeftConfig
 
 from ..errors import CheckpointError
-from .fingerprint import BaseIdentity, find_cache_dir, sign_adapter
+from .fingerprint import find_cache_dir
 
 INITIAL_ADAPTER_NAME = "initial_adapter"
 _FILE_NAME = "origin.json"
@@ -32,17 +32,16 @@ class Origin:
     def write(self, derived: Path) -> None:
         """Write this into the folder of a derived base.
 
-        It lies beside the first adapter: what lies beside the weights is taken into a merged model.
+        It is beside the first adapter, since files beside the weights are copied into a merged model.
         """
         text = json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
         (derived / INITIAL_ADAPTER_NAME / _FILE_NAME).write_text(text, encoding="utf-8")
 
-    def sign(self, adapter: Path) -> None:
-        """Let an adapter that PEFT has converted for the original base say so."""
+    def name_in(self, adapter: Path) -> None:
+        """Let the config of an adapter that PEFT has converted for the original base name that base."""
         config = PeftConfig.from_pretrained(str(adapter))
         config.base_model_name_or_path, config.revision = self.name, self.revision
         config.save_pretrained(str(adapter))
-        sign_adapter(adapter, BaseIdentity(self.files))
 
 
 def find_derived_dir() -> Path:
@@ -51,10 +50,10 @@ def find_derived_dir() -> Path:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return what a base was derived from; None for one that is its own.
+    """Return what a base was derived from; None for one that is not derived.
 
     Raises:
-        CheckpointError: the file that tells is damaged.
+        CheckpointError: the file that records it is damaged.
     """
     file = folder / INITIAL_ADAPTER_NAME / _FILE_NAME
     if not file.is_file():
@@ -62,4 +61,6 @@ def read_origin(folder: Path) -> Origin | None:
     try:
         return Origin(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: delete the folder {folder}, and the next start makes it") from error
+        raise CheckpointError(
+            f"damaged ({error})", where=file, fix=f"delete the folder {folder}: the next start creates it again"
+        ) from error

@@ -1,4 +1,4 @@
-"""What a base is, told by the hash of its files: taken once and remembered, since weights are large."""
+"""The identity of a base: the hashes of its files, computed once and remembered, since weights are large."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,19 +18,21 @@ import torch
 from filelock import FileLock
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
 from ..config.quantization_options import Format, Quantization, describe_quantization
 from ..errors import CheckpointError, ConfigError
 from ..runtime import dist
+from ..runtime.disk import replace_text
 from ..runtime.dtypes import name_of
 from ..runtime.progress import Progress, told_progress
+from .model_folder import shorten
 
 ADAPTER_NAME = "adapter_model.safetensors"
 _METADATA_KEY = "lorashard.base"
 _QUANTIZATION_KEY = "lorashard.quantization"
 _DTYPES = ("bfloat16", "float16", "float32")
-_COARSEST_CLOCK_S = 2  # of a file system's times: FAT's; those of Linux's own have milliseconds
+_COARSEST_CLOCK_S = 2  # of a file system's times: FAT's
+_SAVE_AGAIN = "save or download the adapter again"
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class BaseIdentity:
         """Hash the files of a base, each on one rank.
 
         Args:
-            progress: told how many bytes of this rank's files are hashed; by default the person is.
+            progress: called with the bytes of this rank's files that are hashed; by default it is shown on stderr.
 
         Ranks: collective over all ranks, which must see the same files. They meet after each file, since a collective
             may not wait for hours.
@@ -71,12 +72,12 @@ class BaseIdentity:
         return cls(hashes)
 
     def digest(self) -> bytes:
-        """Return one hash for all files, whatever their names."""
+        """Return one hash of all files, independent of their names."""
         return hashlib.sha256("".join(sorted(self.files.values())).encode()).digest()
 
     @classmethod
     def read(cls, adapter: Path) -> BaseIdentity | None:
-        """Return what an adapter's folder says of the base that it was trained on; None if it says nothing.
+        """Return the base that the adapter in a folder was trained on; None if its file does not say.
 
         Raises:
             CheckpointError: the adapter's file is damaged.
@@ -85,7 +86,7 @@ class BaseIdentity:
         return cls(_parse_hashes(text, adapter / ADAPTER_NAME)) if text else None
 
     def check(self, adapter: Path, base: str, allow_base_mismatch: bool = False) -> None:
-        """Refuse an adapter that was trained on another base; one that does not say passes.
+        """Refuse an adapter that was trained on another base; one whose file does not say passes.
 
         Args:
             base: the base's name, for the message.
@@ -97,53 +98,37 @@ class BaseIdentity:
         if trained_on is None or trained_on.digest() == self.digest():
             return
         differing = sorted(name for name, sha256 in self.files.items() if trained_on.files.get(name) != sha256)
-        message = (
-            f"{adapter} was trained on another base than {base}: expected weight files with the hashes that the "
-            f"adapter carries, found others ({differing[0] if differing else 'fewer files'}"
-            f"{f' and {len(differing) - 1} more' if len(differing) > 1 else ''})"
+        mismatch = ConfigError(
+            f"trained on another base than {base}",
+            where=adapter,
+            expected="weight files with the hashes that the adapter carries",
+            found=f"other hashes of {shorten(differing, 1)}" if differing else "fewer files",
+            fix="give its own base, or --allow_base_mismatch to continue regardless",
         )
-        if not allow_base_mismatch:
-            raise ConfigError(f"{message}; give its own base, or --allow_base_mismatch to go on all the same")
-        _logger.warning("%s; going on, as allow_base_mismatch says", message)
+        _refuse(mismatch, allow_base_mismatch)
 
 
-def sign_adapter(
-    adapter: Path,
-    identity: BaseIdentity | None,
-    quantization: Quantization | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Put into the metadata of an adapter's file, which is replaced as a whole, what it was trained on.
+def describe_base(
+    identity: BaseIdentity | None, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """Return what the metadata of an adapter's file says of the base that the adapter was trained on.
 
     Args:
         identity: None where the base's files are not known.
         quantization: what the base was quantized to.
-        dtype: what a quantized base had before, and has again when it is computed with: its numbers depend on it.
+        dtype: of a quantized base before it was quantized, and of what it is dequantized to: its values depend on it.
     """
-    file = adapter / ADAPTER_NAME
-    partial = file.with_suffix(f".partial-{os.getpid()}")
-    metadata = {"format": "pt"}
+    metadata = {}
     if identity is not None:
         metadata[_METADATA_KEY] = json.dumps(identity.files, sort_keys=True)
     if quantization is not None:
         values = asdict(quantization) | ({"dtype": name_of(dtype)} if dtype is not None else {})
         metadata[_QUANTIZATION_KEY] = json.dumps(values, sort_keys=True)
-    save_file(load_file(file), partial, metadata=metadata)
-    os.replace(partial, file)
-
-
-def add_tensors(adapter: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Put more tensors into an adapter's file, which is replaced as a whole."""
-    file = adapter / ADAPTER_NAME
-    partial = file.with_suffix(f".partial-{os.getpid()}")
-    with open_adapter(adapter) as opened:
-        metadata = opened.metadata()
-    save_file(load_file(file) | tensors, partial, metadata=metadata)
-    os.replace(partial, file)
+    return metadata
 
 
 def read_quantization_of(adapter: Path) -> Quantization | None:
-    """Return what the base of the adapter in a folder was quantized to when it was trained; None if it was not.
+    """Return what the base of the adapter in a folder was quantized to in training; None if it was not quantized.
 
     Raises:
         CheckpointError: the adapter's file is damaged, or from a version that knows other formats.
@@ -152,7 +137,7 @@ def read_quantization_of(adapter: Path) -> Quantization | None:
 
 
 def read_quantized_form(adapter: Path) -> tuple[Quantization | None, torch.dtype | None]:
-    """Return what `read_quantization_of` does, and the dtype of the base's numbers, where the adapter tells.
+    """Return what `read_quantization_of` does, and the dtype of the base's values if the adapter's file says.
 
     Raises:
         CheckpointError: as for `read_quantization_of`.
@@ -170,8 +155,11 @@ def read_quantized_form(adapter: Path) -> tuple[Quantization | None, torch.dtype
         is_known = False
     if not is_known:
         raise CheckpointError(
-            f"{adapter / ADAPTER_NAME}: expected nf4, int8 or fp8 and its options under {_QUANTIZATION_KEY} in its "
-            f"metadata, found {text[:80]!r}: another version of lorashard may have written it, or it is damaged"
+            f"unknown {_QUANTIZATION_KEY} in its metadata",
+            where=adapter / ADAPTER_NAME,
+            expected="nf4, int8 or fp8 and its options",
+            found=repr(text[:80]),
+            fix=f"another version of lorashard may have written it; otherwise {_SAVE_AGAIN}",
         )
     return found, getattr(torch, dtype) if dtype else None
 
@@ -179,7 +167,7 @@ def read_quantized_form(adapter: Path) -> tuple[Quantization | None, torch.dtype
 def check_quantization(
     adapter: Path, quantization: Quantization | None, base: str, allow_base_mismatch: bool = False
 ) -> None:
-    """Refuse to go on training an adapter whose base was quantized otherwise.
+    """Refuse to resume the training of an adapter whose base was quantized differently.
 
     Args:
         quantization: what the base is quantized to now.
@@ -191,13 +179,21 @@ def check_quantization(
     trained_on = read_quantization_of(adapter)
     if trained_on == quantization:
         return
-    message = (
-        f"{adapter} was trained on {base} {describe_quantization(trained_on)}, and this run has it "
-        f"{describe_quantization(quantization)}"
+    mismatch = ConfigError(
+        f"trained on another form of {base}",
+        option="quantization",
+        where=adapter,
+        expected=describe_quantization(trained_on),
+        found=describe_quantization(quantization),
+        fix="give what it was trained on, or --allow_base_mismatch to continue regardless",
     )
-    if not allow_base_mismatch:
-        raise ConfigError(f"{message}; give what it was trained on, or --allow_base_mismatch to go on all the same")
-    _logger.warning("%s; going on, as allow_base_mismatch says", message)
+    _refuse(mismatch, allow_base_mismatch)
+
+
+def _refuse(mismatch: ConfigError, is_allowed: bool) -> None:
+    if not is_allowed:
+        raise mismatch
+    _logger.warning("%s (ignored, as allow_base_mismatch is set)", mismatch)
 
 
 def _read_metadata(adapter: Path, key: str) -> str | None:
@@ -214,8 +210,11 @@ def _parse_hashes(text: str, file: Path) -> dict[str, str]:
         hashes = None
     if not isinstance(hashes, dict) or not all(isinstance(sha256, str) for sha256 in hashes.values()):
         raise CheckpointError(
-            f"{file} is damaged: expected names and hashes of the base's files under {_METADATA_KEY} in its metadata, "
-            f"found {text[:40]!r}: save or download the adapter again"
+            f"damaged {_METADATA_KEY} in its metadata",
+            where=file,
+            expected="names and hashes of the base's files",
+            found=repr(text[:40]),
+            fix=_SAVE_AGAIN,
         )
     return hashes
 
@@ -231,7 +230,7 @@ def open_adapter(folder: Path) -> Iterator[safe_open]:
     try:
         opened = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}): save or download the adapter again") from error
+        raise CheckpointError(f"damaged ({error})", where=file, fix=_SAVE_AGAIN) from error
     with opened:
         yield opened
 
@@ -245,14 +244,14 @@ def hash_file(file: Path, advance: Callable[[int], None] | None = None) -> str:
     """Return the sha256 of a file's content, in hex.
 
     Args:
-        advance: told how many bytes more are done: as they are read, or all where the hash is known already.
+        advance: called with each number of bytes done: as they are read, or all at once where the hash is known.
 
-    The hub's cache names weight files so; others are read once, and again when anything that the system says of them
-    differs: sizes and times of modification alone are the same for many checkpoints. A file that was changed a moment
-    ago is read each time: clocks are coarse, and another change in the same tick would leave the same times.
+    The hub's cache names weight files by their hash. Others are read once, and again if size, times, inode or device
+    change: size and time of modification alone are the same for many checkpoints. A file that was changed a moment ago
+    is read each time: clocks are coarse, and another change in the same tick would leave the same times.
     """
     resolved = file.resolve()
-    key = _find_facts(resolved)
+    key = _make_key(resolved)
     known_file = find_cache_dir() / "hashes.json"
     if resolved.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", resolved.name):
         known: str | None = resolved.name
@@ -264,7 +263,7 @@ def hash_file(file: Path, advance: Callable[[int], None] | None = None) -> str:
         return known
     is_settled = time.time() - resolved.stat().st_ctime > _COARSEST_CLOCK_S
     sha256 = _hash(resolved, advance)
-    if not is_settled or _find_facts(resolved) != key:
+    if not is_settled or _make_key(resolved) != key:
         return sha256
     try:
         known_file.parent.mkdir(parents=True, exist_ok=True)
@@ -274,10 +273,11 @@ def hash_file(file: Path, advance: Callable[[int], None] | None = None) -> str:
     return sha256
 
 
-def _find_facts(file: Path) -> str:
+def _make_key(file: Path) -> str:
     status = file.stat()
-    facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
-    return ":".join(map(str, (file, *facts)))
+    return ":".join(
+        map(str, (file, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev))
+    )
 
 
 def _hash(file: Path, advance: Callable[[int], None] | None) -> str:
@@ -286,7 +286,7 @@ def _hash(file: Path, advance: Callable[[int], None] | None) -> str:
 
 
 class _CountedFile(io.FileIO):
-    """A file that tells how many bytes are read of it."""
+    """A file that reports the bytes that are read of it."""
 
     def __init__(self, file: Path, advance: Callable[[int], None] | None) -> None:
         super().__init__(file, "rb")
@@ -302,12 +302,10 @@ class _CountedFile(io.FileIO):
 def _read_known(known_file: Path) -> dict[str, str]:
     try:
         return json.loads(known_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or damaged: it is only a memory
+    except (OSError, ValueError):  # not there yet, or damaged: it is only a cache
         return {}
 
 
 def _remember(known_file: Path, key: str, sha256: str) -> None:
     with FileLock(known_file.with_suffix(".lock")):
-        partial = known_file.with_suffix(".partial")
-        partial.write_text(json.dumps(_read_known(known_file) | {key: sha256}, indent=1), encoding="utf-8")
-        os.replace(partial, known_file)
+        replace_text(known_file, json.dumps(_read_known(known_file) | {key: sha256}, indent=1))

@@ -15,15 +15,15 @@ from ..errors import CheckpointError
 from .model_config import read_model_config
 from .model_folder import CONFIG_NAME, read_config_json
 
-# Lists that may have as many items as there are layers, and have nothing to do with them.
+# Lists that may happen to have as many items as there are layers.
 _OTHER_LISTS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
 
 
 @contextmanager
 def first_layers(folder: Path, num_layers: int, trust_remote_code: bool = False) -> Iterator[Path]:
-    """Give a folder with the first `num_layers` decoder layers of the checkpoint in `folder`, while the body runs.
+    """Yield a temporary folder with the first `num_layers` decoder layers of the checkpoint in `folder`.
 
-    The weight files are links, so that tensors of other layers are in them too: whoever loads must allow them.
+    The weight files are links, which also hold the tensors of other layers: the loader must allow them.
 
     Raises:
         CheckpointError: the config does not say how many layers there are.
@@ -39,10 +39,10 @@ def first_layers(folder: Path, num_layers: int, trust_remote_code: bool = False)
 
 
 def cut_config(values: dict[str, Any], config: PreTrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Return a config.json for the first layers: the count, and every list that has an item for each layer.
+    """Return the content of a config.json for the first layers; lists of one item per layer are cut.
 
     Args:
-        values: what config.json says.
+        values: the content of config.json.
         config: the same, as transformers reads it.
 
     Raises:
@@ -54,16 +54,18 @@ def cut_config(values: dict[str, Any], config: PreTrainedConfig, num_layers: int
     )
     own = values if part is None else values[part]
     count_name = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    whole = getattr(text, count_name, None)
-    if not isinstance(whole, int):
+    num_all_layers = getattr(text, count_name, None)
+    if not isinstance(num_all_layers, int):
         raise CheckpointError(
-            f"{config.name_or_path}: expected {count_name} in {CONFIG_NAME}, found none; the first layers "
-            "alone cannot be loaded"
+            "the first layers alone cannot be loaded",
+            where=config.name_or_path,
+            expected=f"{count_name} in {CONFIG_NAME}",
+            found="none",
         )
     cut = {
         name: value[:num_layers]
         for name, value in own.items()
-        if isinstance(value, list) and len(value) == whole and name not in _OTHER_LISTS
+        if isinstance(value, list) and len(value) == num_all_layers and name not in _OTHER_LISTS
     }
     own = own | cut | {count_name: num_layers}
     return own if part is None else values | {part: own}

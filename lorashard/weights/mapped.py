@@ -19,9 +19,9 @@ class MappedFiles:
 
     Note [Files that shrink]
         Reading a mapped page that is no longer in the file ends the process by SIGBUS; nothing can catch that. The
-        sizes have been checked when the headers were read; a file that is replaced by renaming stays as it was.
+        sizes were checked when the headers were read; the mapping of a file that is replaced by renaming is unchanged.
 
-    Memory: none of its own; pages come and go as the kernel likes.
+    Memory: none of its own; the kernel loads and drops pages.
     """
 
     def __init__(self) -> None:
@@ -29,33 +29,33 @@ class MappedFiles:
         self._folders: set[Path] = set()
 
     def view(self, file: Path, begin_byte: int, num_bytes: int) -> torch.Tensor:
-        """Return bytes of a file as uint8 that nothing copies. The map lives as long as the tensor."""
+        """Return bytes of a file as a uint8 tensor without a copy. The mapping lives as long as the tensor."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         if file not in self._maps:
             folder = file.resolve().parent
             if folder not in self._folders:
                 self._folders.add(folder)
-                warn_of_remote(folder)
+                _warn_of_remote(folder)
             self._maps[file] = _map(file)
         return torch.frombuffer(self._maps[file], dtype=torch.uint8, count=num_bytes, offset=begin_byte)
 
 
 def _map(file: Path) -> mmap.mmap:
-    # Writable but private, so that torch takes it for ordinary memory; without reserving, or the kernel could refuse to
-    # map a file that is larger than the machine's memory.
+    # Writable but private, so that torch treats it as ordinary memory; without reserving memory, so that the kernel
+    # maps a file that is larger than the machine's memory.
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     with file.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def warn_of_remote(folder: Path) -> None:
-    """Warn if a folder, links resolved, lies on a network file system: every page may have to come again."""
+def _warn_of_remote(folder: Path) -> None:
+    """Warn if a folder, links resolved, is on a network file system, which may have to send every page again."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[path] for path in (folder, *folder.parents) if path in mounts), "")
     if kind in _REMOTE:
         _logger.warning(
-            "%s lies on a network file system (%s): placement 'file' reads the base from there whenever the kernel has "
+            "%s is on a network file system (%s): placement 'file' reads the base from there whenever the kernel has "
             "dropped pages, and a server that goes away stops the run; a local copy is safer and faster",
             folder,
             kind,

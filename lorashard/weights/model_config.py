@@ -1,4 +1,4 @@
-"""A model's config as transformers reads it; in one line what is wrong with it, or whose code it would run."""
+"""A model's config as transformers reads it, with one-line errors for a bad config or code that comes with a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GENERATION_NAME = "generation_config.json"
 
 
 def read_model_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the config of the model in a folder, of plain modules even where its files are quantized.
+    """Return the config of the model in a folder; it describes plain modules even where the files are quantized.
 
     Raises:
         CheckpointError: it is missing, damaged, of a kind that transformers does not know, or needs code that comes
@@ -25,17 +25,20 @@ def read_model_config(folder: Path, trust_remote_code: bool = False) -> PreTrain
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and the validators of each model raise anything
+        reason = explain_code(error, folder, values)
+        if reason is not None:
+            raise CheckpointError(reason) from error
         raise CheckpointError(
-            explain_code(error, folder, values)
-            or f"{folder / CONFIG_NAME} describes no model that transformers "
-            f"knows ({describe_error(error)}). Download the file again, or choose a model that this version supports."
+            f"describes no model that transformers knows ({describe_error(error)})",
+            where=folder / CONFIG_NAME,
+            fix="download the file again, or choose a model that this version supports",
         ) from error
     forget_stored_format(config)
     return config
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """Return how the model in a folder is meant to generate; None if it does not say.
+    """Return the generation config of the model in a folder; None if there is none.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -46,16 +49,18 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{folder / _GENERATION_NAME} is damaged ({describe_error(error)}). Download the file again, or remove it."
+            f"damaged ({describe_error(error)})",
+            where=folder / _GENERATION_NAME,
+            fix="download the file again, or remove it",
         ) from error
 
 
 def explain_code(error: Exception, folder: Path, values: dict[str, Any]) -> str | None:
-    """Return what to say where transformers refuses to run code that comes with a model; None for other errors.
+    """Return what to report where transformers refuses to run code that comes with a model; None for other errors.
 
     Args:
-        folder: where the model or the tokenizer lies.
-        values: its config, whose `auto_map` names the code.
+        folder: of the model or the tokenizer.
+        values: the content of its config, whose `auto_map` names the code.
     """
     auto_map = values.get("auto_map")
     if "trust_remote_code" not in str(error) or not isinstance(auto_map, dict):
@@ -67,12 +72,12 @@ def explain_code(error: Exception, folder: Path, values: dict[str, Any]) -> str 
         module = path.partition(".")[0]
         places.append(f"{module}.py of the hub's {repository}" if repository else str(folder / f"{module}.py"))
     return (
-        f"{folder} needs code of its own ({', '.join(dict.fromkeys(places))}), and no such code is run unasked: read "
-        "it, and give --trust_remote_code if you trust it."
+        f"{folder} needs code of its own ({', '.join(dict.fromkeys(places))}), which is not run by default; read it "
+        "and give --trust_remote_code if you trust it"
     )
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a library's error in one line, with its kind where the text alone says little."""
+    """Return the message of a library's error in one line, with its class where the message alone says little."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) or not text else text[:300]

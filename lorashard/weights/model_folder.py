@@ -1,4 +1,4 @@
-"""What lies in a model's folder beside the tensors: names, links that lead out of it, JSON files."""
+"""What a model's folder holds beside the tensors: file names, links that lead out of it, JSON files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 TEMPLATES_FOLDER = "additional_chat_templates"
+_RESTORE = "restore or download it again"
 
 
 def check_links(folder: Path) -> None:
@@ -26,25 +27,27 @@ def check_links(folder: Path) -> None:
     link = find_link_out(folder, files)
     if link is not None:
         raise CheckpointError(
-            f"Expected {folder} to hold its files itself, found a link that leads out of it: {link}. If that is the "
-            "file you mean, copy it there; if the folder is another's, do not trust it."
+            where=folder,
+            expected="files of its own",
+            found=f"a link that leads out of it: {link}",
+            fix="if that is the file you mean, copy it there; if the folder is from someone else, do not trust it",
         )
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return what a model's config.json says, as it stands.
+    """Return the content of a model's config.json, unchanged.
 
     Raises:
         CheckpointError: It is missing or damaged.
     """
     file = folder / CONFIG_NAME
     if not file.is_file():
-        raise CheckpointError(f"Expected a {CONFIG_NAME} in {folder}, found none. Give the folder of a model.")
+        raise CheckpointError(where=folder, expected=f"a {CONFIG_NAME}", found="none", fix="give the folder of a model")
     return read_json_object(file)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file that was downloaded or written whole.
+    """Return the object in a JSON file that was downloaded or written completely.
 
     Raises:
         CheckpointError: It cannot be read, or is no JSON object.
@@ -52,13 +55,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is damaged: it is not valid JSON ({error}). Restore or download it again."
-        ) from error
+        raise CheckpointError(f"damaged: not valid JSON ({error})", where=file, fix=_RESTORE) from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"cannot be read ({error.strerror})", where=file) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is damaged: expected a JSON object. Restore or download it again.")
+        raise CheckpointError("damaged: not a JSON object", where=file, fix=_RESTORE)
     return content
 
 
@@ -69,15 +70,23 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
+    """Return which file holds each tensor, by an index that names files beside it and no others.
+
+    Raises:
+        CheckpointError: It is damaged, or names files elsewhere.
+    """
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map of tensor names to file names. Download the file again.")
+        raise CheckpointError("damaged: no weight_map of tensor names to file names", where=index, fix=_RESTORE)
     for key, name in weight_map.items():
-        if not key.isprintable():  # it comes into messages, which a terminal shows
-            raise CheckpointError(f"{index} is damaged: no tensor is called {key!r}. Download the file again.")
+        if not key.isprintable():  # it is part of messages, which a terminal shows
+            raise CheckpointError(f"damaged: {key!r} cannot be the name of a tensor", where=index, fix=_RESTORE)
         if name in ("", "..") or Path(name).name != name or "\0" in name:
             raise CheckpointError(
-                f"{index} is not to be trusted: expected names of weight files beside it, found {name!r}. Download the "
-                "file again."
+                "not to be trusted",
+                where=index,
+                expected="names of weight files beside it",
+                found=repr(name),
+                fix="download the file again",
             )
     return weight_map

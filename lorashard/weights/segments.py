@@ -1,4 +1,4 @@
-"""A tensor written as runs of stored elements, so that any part of it can be found in the files."""
+"""A tensor described as segments of stored tensors, so that any part of it can be found in the files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .safetensors_files import StoredTensor
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Consecutive elements of a stored tensor, from element `begin` on."""
 
     stored: StoredTensor
@@ -20,57 +20,58 @@ class Run:
     numel: int
 
 
-class Runs:
-    """A tensor's elements in row-major order, as runs of stored elements."""
+class SegmentedTensor:
+    """A tensor whose elements, in row-major order, are segments of stored tensors."""
 
-    def __init__(self, shape: Sequence[int], runs: Iterable[Run]) -> None:
+    def __init__(self, shape: Sequence[int], segments: Iterable[Segment]) -> None:
         self.shape = tuple(shape)
-        self.runs = list(runs)
-        self._ends = list(accumulate(run.numel for run in self.runs))
+        self.segments = list(segments)
+        self._ends = list(accumulate(segment.numel for segment in self.segments))
         self.numel = math.prod(self.shape)
         if (self._ends[-1] if self._ends else 0) != self.numel:
-            raise ValueError(f"runs of {self._ends[-1:]} elements cannot be a tensor of shape {self.shape}")
+            raise ValueError(f"segments of {self._ends[-1:]} elements cannot be a tensor of shape {self.shape}")
 
     @classmethod
-    def of(cls, stored: StoredTensor) -> Runs:
-        """Return a stored tensor as it is."""
-        return cls(stored.shape, [Run(stored, 0, math.prod(stored.shape))])
+    def of(cls, stored: StoredTensor) -> SegmentedTensor:
+        """Return a stored tensor as one segment."""
+        return cls(stored.shape, [Segment(stored, 0, math.prod(stored.shape))])
 
     @classmethod
-    def stack(cls, parts: Sequence[Runs]) -> Runs:
-        """Return what `torch.stack(parts, dim=0)` would; all parts have one shape."""
-        return cls((len(parts), *parts[0].shape), [run for part in parts for run in part.runs])
+    def stack(cls, tensors: Sequence[SegmentedTensor]) -> SegmentedTensor:
+        """Return what `torch.stack(tensors, dim=0)` would; all have one shape."""
+        segments = [segment for tensor in tensors for segment in tensor.segments]
+        return cls((len(tensors), *tensors[0].shape), segments)
 
     @classmethod
-    def cat(cls, parts: Sequence[Runs], dim: int) -> Runs:
-        """Return what `torch.cat(parts, dim)` would; the parts' shapes differ in `dim` alone."""
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
-        runs = []
+    def cat(cls, tensors: Sequence[SegmentedTensor], dim: int) -> SegmentedTensor:
+        """Return what `torch.cat(tensors, dim)` would; the shapes differ in `dim` alone."""
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        segments = []
         for row in range(math.prod(shape[:dim])):
-            for part in parts:
-                row_numel = math.prod(part.shape[dim:])
-                runs += part.cut(row * row_numel, (row + 1) * row_numel)
-        return cls(shape, runs)
+            for tensor in tensors:
+                row_numel = math.prod(tensor.shape[dim:])
+                segments += tensor.slice(row * row_numel, (row + 1) * row_numel)
+        return cls(shape, segments)
 
-    def split(self, sizes: Sequence[int]) -> list[Runs]:
+    def split(self, sizes: Sequence[int]) -> list[SegmentedTensor]:
         """Return what `torch.split(self, sizes, dim=0)` would."""
         row_numel = math.prod(self.shape[1:])
         ends = list(accumulate(sizes))
         return [
-            Runs((size, *self.shape[1:]), self.cut((end - size) * row_numel, end * row_numel))
+            SegmentedTensor((size, *self.shape[1:]), self.slice((end - size) * row_numel, end * row_numel))
             for size, end in zip(sizes, ends, strict=True)
         ]
 
-    def cut(self, begin: int, end: int) -> list[Run]:
-        """Return the runs that make elements [begin, end)."""
-        pieces = []
+    def slice(self, begin: int, end: int) -> list[Segment]:
+        """Return the segments that hold elements [begin, end)."""
+        found = []
         index = bisect_right(self._ends, begin)
         while begin < end:
-            run = self.runs[index]
-            offset = begin - (self._ends[index] - run.numel)
-            numel = min(run.numel - offset, end - begin)
-            pieces.append(Run(run.stored, run.begin + offset, numel))
+            segment = self.segments[index]
+            offset = begin - (self._ends[index] - segment.numel)
+            numel = min(segment.numel - offset, end - begin)
+            found.append(Segment(segment.stored, segment.begin + offset, numel))
             begin += numel
             index += 1
-        return pieces
+        return found

@@ -1,4 +1,4 @@
-"""Finds in a quantized checkpoint which stored tensors are one weight, and checks them."""
+"""Find which stored tensors of a quantized checkpoint belong to one weight, and check them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..quantization.int8 import Int8
 from ..quantization.nf4 import Nf4
 from ..quantization.nf4_tables import NF4_CODE, make_dynamic_map
+from ..quantization.rowwise import Int8
 from ..runtime.dtypes import name_of
+from .computed_tensors import (
+    MXFP4_BLOCK_NUMEL,
+    BlockFp8,
+    Constant,
+    MxFp4Experts,
+    NestedScales,
+    QuantizedTensor,
+    ReadElements,
+)
 from .safetensors_files import StoredTensor
-from .stored_formats import BITSANDBYTES, MXFP4, StoredFormat
-from .stored_tensors import MXFP4_BLOCK_NUMEL, BlockFp8, Constant, MxFp4Experts, NestedScales, PackedTensor, Read
+from .stored_formats import BITSANDBYTES, MXFP4, NF4_COPY, StoredFormat
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _OTHER_STATE = ".quant_state.bitsandbytes__fp4"
@@ -27,115 +35,113 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def find_weights(
-    stored: StoredFormat, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, read: Read
+    stored: StoredFormat, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, read: ReadElements
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a quantized checkpoint as if it had never been: under the plain weights' keys and shapes.
+    """Return the tensors of a quantized checkpoint under the keys and shapes of the unquantized weights.
 
     Args:
-        dtype: what quantized weights become where they are dequantized.
+        dtype: of the weights that are dequantized.
         read: for the small tensors that describe the others.
 
     Raises:
-        CheckpointError: a tensor that belongs to another is missing, or is not as the format says.
+        CheckpointError: a tensor that belongs to another is missing, or does not match the format.
     """
-    left = dict(tensors)
+    remaining = dict(tensors)
     if stored.method == MXFP4:
-        made = [_take_mxfp4(key, left, dtype) for key in tensors if _is_mxfp4(tensors[key])]
+        found = [_take_mxfp4(key, remaining, dtype) for key in tensors if _is_mxfp4(tensors[key])]
     elif stored.method != BITSANDBYTES:
-        made = [_take_fp8(key, left, dtype, stored) for key, tensor in tensors.items() if tensor.dtype in _FLOAT8]
+        found = [_take_fp8(key, remaining, dtype, stored) for key, tensor in tensors.items() if tensor.dtype in _FLOAT8]
     elif stored.quantization is not None and stored.quantization.format == "int8":
-        made = [_take_int8(key, left, dtype, read) for key, tensor in tensors.items() if tensor.dtype == torch.int8]
+        found = [
+            _take_int8(key, remaining, dtype, read) for key, tensor in tensors.items() if tensor.dtype == torch.int8
+        ]
     else:
-        made = [_take_nf4(key, left, dtype, read) for key in tensors if key.endswith((_STATE, _OTHER_STATE))]
-    _check_left(stored, left)
-    return left | {tensor.key: tensor for tensor in made}
+        found = [_take_nf4(key, remaining, dtype, read) for key in tensors if key.endswith((_STATE, _OTHER_STATE))]
+    _check_remaining(stored, remaining)
+    return remaining | {tensor.key: tensor for tensor in found}
 
 
 def _is_mxfp4(tensor: StoredTensor) -> bool:
     return tensor.key.endswith("_blocks") and tensor.dtype == torch.uint8
 
 
-def _take_mxfp4(key: str, left: dict[str, StoredTensor], dtype: torch.dtype) -> StoredTensor:
+def _take_mxfp4(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype) -> StoredTensor:
     name = key.removesuffix("_blocks")
-    blocks = left.pop(key)
-    scales = _take(left, f"{name}_scales", blocks)
+    blocks = remaining.pop(key)
+    scales = _take(remaining, f"{name}_scales", blocks)
     _check(blocks, (torch.uint8,), None)
     if len(blocks.shape) != 4 or blocks.shape[-1] != MXFP4_BLOCK_NUMEL // 2:
         raise _wrong(blocks, f"[experts, columns, blocks, {MXFP4_BLOCK_NUMEL // 2}]", list(blocks.shape))
     _check(scales, (torch.uint8,), blocks.shape[:-1])
     experts, columns, num_blocks, _ = blocks.shape
     shape = (experts, num_blocks * MXFP4_BLOCK_NUMEL, columns)
-    return MxFp4Experts(name, blocks.file, dtype, shape, blocks.begin_byte, 0, blocks, scales)
+    return MxFp4Experts.at(blocks, name, dtype, shape, blocks, scales)
 
 
-def _take_fp8(key: str, left: dict[str, StoredTensor], dtype: torch.dtype, stored: StoredFormat) -> StoredTensor:
-    numbers = left.pop(key)
-    scales = _take(left, f"{key}_scale_inv", numbers)
-    left.pop(f"{key.removesuffix('weight')}activation_scale", None)  # of what goes in, where that is quantized too
+def _take_fp8(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype, stored: StoredFormat) -> StoredTensor:
+    values = remaining.pop(key)
+    scales = _take(remaining, f"{key}_scale_inv", values)
+    # Of the layer's input, where that is quantized too.
+    remaining.pop(f"{key.removesuffix('weight')}activation_scale", None)
     _check(scales, _FLOATS, None)
-    shape = numbers.shape
+    shape = values.shape
     if len(shape) < 2:
-        raise _wrong(numbers, "two dimensions or more", list(shape))
+        raise _wrong(values, "two dimensions or more", list(shape))
     block = stored.block if stored.block and math.prod(scales.shape) > 1 else (shape[-2], shape[-1])
     expected = (*shape[:-2], *(math.ceil(n / b) for n, b in zip(shape[-2:], block, strict=True)))
     if math.prod(scales.shape) != 1 or math.prod(expected) != 1:
         _check(scales, _FLOATS, expected)
-    return BlockFp8(key, numbers.file, dtype, shape, numbers.begin_byte, 0, numbers, scales, block)
+    return BlockFp8.at(values, key, dtype, shape, values, scales, block)
 
 
-def _take_int8(key: str, left: dict[str, StoredTensor], dtype: torch.dtype, read: Read) -> StoredTensor:
+def _take_int8(key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype, read: ReadElements) -> StoredTensor:
     base = key.removesuffix("weight")
-    numbers = left.pop(key)
-    scales = _take(left, f"{base}SCB", numbers)
-    if len(numbers.shape) != 2:
-        raise _wrong(numbers, "two dimensions", list(numbers.shape))
-    _check(scales, (torch.float32,), numbers.shape[:1])
-    layout = left.pop(f"{base}weight_format", None)  # of older GPUs' own layouts, of which row-major is 0
+    values = remaining.pop(key)
+    scales = _take(remaining, f"{base}SCB", values)
+    if len(values.shape) != 2:
+        raise _wrong(values, "two dimensions", list(values.shape))
+    _check(scales, (torch.float32,), values.shape[:1])
+    layout = remaining.pop(f"{base}weight_format", None)  # of older GPUs' own layouts, of which row-major is 0
     if layout is not None and int(read(layout, 0, 1)[0]) != 0:
         raise _wrong(layout, "rows (0)", int(read(layout, 0, 1)[0]))
-    parts = {"": numbers, "SCB": scales}
-    return PackedTensor(key, numbers.file, dtype, numbers.shape, numbers.begin_byte, 0, Int8(), parts)
+    return QuantizedTensor.at(values, key, dtype, values.shape, Int8(), {"": values, "SCB": scales})
 
 
-def _take_nf4(state_key: str, left: dict[str, StoredTensor], dtype: torch.dtype, read: Read) -> StoredTensor:
+def _take_nf4(
+    state_key: str, remaining: dict[str, StoredTensor], dtype: torch.dtype, read: ReadElements
+) -> StoredTensor:
     if state_key.endswith(_OTHER_STATE):
-        raise CheckpointError(
-            f"Expected nf4 of the 4-bit formats of bitsandbytes, found fp4 of {state_key} in {left[state_key].file}. "
-            "Use the unquantized model with `quantization: nf4`, or a copy of it that is stored as nf4."
-        )
+        raise _wrong(remaining[state_key], "nf4 of bitsandbytes' 4-bit formats", "fp4", NF4_COPY)
     key = state_key.removesuffix(_STATE)
-    state_tensor = left.pop(state_key)
+    state_tensor = remaining.pop(state_key)
     state = _read_state(state_tensor, read)
     shape, block = state["shape"], state["blocksize"]
     numel = math.prod(shape)
     num_blocks = math.ceil(numel / block)
-    numbers, absmax = _take(left, key, state_tensor), _take(left, f"{key}.absmax", state_tensor)
-    # They may be stored as any dtype (`bnb_4bit_quant_storage`): the bytes are the same.
-    num_bytes = numbers.num_bytes
+    values, absmax = _take(remaining, key, state_tensor), _take(remaining, f"{key}.absmax", state_tensor)
+    # They may be stored in any dtype (`bnb_4bit_quant_storage`): the bytes are the same.
+    num_bytes = values.num_bytes
     if num_bytes != math.ceil(numel / 2):
-        raise _wrong(numbers, f"{math.ceil(numel / 2)} bytes for shape {list(shape)}", f"{num_bytes}")
-    _check_code(_take(left, f"{key}.quant_map", state_tensor), torch.tensor(NF4_CODE), read)
-    parts: dict[str, StoredTensor] = {"": replace(numbers, dtype=torch.uint8, shape=(num_bytes,))}
-    whole = (key, numbers.file, dtype, shape, numbers.begin_byte, 0)
+        raise _wrong(values, f"{math.ceil(numel / 2)} bytes for shape {list(shape)}", f"{num_bytes}")
+    _check_code(_take(remaining, f"{key}.quant_map", state_tensor), torch.tensor(NF4_CODE), read)
+    parts: dict[str, StoredTensor] = {"": replace(values, dtype=torch.uint8, shape=(num_bytes,))}
     if "nested_offset" not in state:
         _check(absmax, (torch.float32,), (num_blocks,))
-        return PackedTensor(*whole, Nf4(False, block), parts | {"absmax": absmax})
-    nested = _take(left, f"{key}.nested_absmax", state_tensor)
+        return QuantizedTensor.at(values, key, dtype, shape, Nf4(False, block), parts | {"absmax": absmax})
+    nested = _take(remaining, f"{key}.nested_absmax", state_tensor)
     size, offset, code = state["nested_blocksize"], state["nested_offset"], make_dynamic_map()
     _check(absmax, (torch.uint8,), (num_blocks,))
     _check(nested, (torch.float32,), (math.ceil(num_blocks / size),))
-    _check_code(_take(left, f"{key}.nested_quant_map", state_tensor), code, read)
-    named = (f"{key}.nested_offset", state_tensor.file, torch.float32, (1,), state_tensor.begin_byte, 0)
-    scales = NestedScales(
-        absmax.key, absmax.file, torch.float32, absmax.shape, absmax.begin_byte, 0, absmax, nested, code, size, offset
-    )
-    plain = PackedTensor(*whole, Nf4(False, block), parts | {"absmax": scales})
-    parts |= {"absmax": absmax, "nested_absmax": nested, "nested_offset": Constant(*named, (offset,))}
-    return PackedTensor(*whole, Nf4(True, block, size), parts, plain)
+    _check_code(_take(remaining, f"{key}.nested_quant_map", state_tensor), code, read)
+    scales = NestedScales.at(absmax, absmax.key, torch.float32, absmax.shape, absmax, nested, code, size, offset)
+    plain = QuantizedTensor.at(values, key, dtype, shape, Nf4(False, block), parts | {"absmax": scales})
+    constant = Constant.at(state_tensor, f"{key}.nested_offset", torch.float32, (1,), (offset,))
+    parts |= {"absmax": absmax, "nested_absmax": nested, "nested_offset": constant}
+    return QuantizedTensor.at(values, key, dtype, shape, Nf4(True, block, size), parts, plain)
 
 
-def _read_state(stored: StoredTensor, read: Read) -> dict[str, Any]:
-    """Return what bitsandbytes wrote of a weight as text, checked as far as it is used."""
+def _read_state(stored: StoredTensor, read: ReadElements) -> dict[str, Any]:
+    """Return the JSON in which bitsandbytes describes a weight, with the values that are used checked."""
     try:
         state = json.loads(bytes(read(stored, 0, math.prod(stored.shape)).tolist()))
         state["shape"] = tuple(state["shape"])
@@ -152,40 +158,41 @@ def _read_state(stored: StoredTensor, read: Read) -> dict[str, Any]:
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise CheckpointError(
-            f"Tensor {stored.key} in {stored.file} is damaged: it does not describe an nf4 weight ({what}). Download "
-            "the file again."
+            f"tensor {stored.key} is damaged: it does not describe an nf4 weight ({what})",
+            where=stored.file,
+            fix="download the file again",
         ) from error
     return state
 
 
-def _check_code(stored: StoredTensor, code: torch.Tensor, read: Read) -> None:
+def _check_code(stored: StoredTensor, code: torch.Tensor, read: ReadElements) -> None:
     _check(stored, (torch.float32,), tuple(code.shape))
-    # As near as bitsandbytes itself asks: versions of it may differ by an ulp.
+    # bitsandbytes' own tolerance: its versions may differ by an ulp.
     if not torch.allclose(read(stored, 0, len(code)), code, rtol=0, atol=1e-6):
         raise _wrong(stored, "the values of bitsandbytes' own format", "others")
 
 
-def _check_left(stored: StoredFormat, left: Mapping[str, StoredTensor]) -> None:
-    """Refuse what belongs to a quantized weight that was not found."""
+def _check_remaining(stored: StoredFormat, remaining: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors that belong to a quantized weight that was not found."""
     companions = {
         MXFP4: ("_blocks", "_scales"),
         BITSANDBYTES: (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format"),
     }.get(stored.method, ("_scale_inv", ".activation_scale"))
-    for key, tensor in left.items():
+    for key, tensor in remaining.items():
         if key.endswith(companions):
             raise CheckpointError(
-                f"Tensor {key} in {tensor.file} belongs to a weight in {stored.description}, of which the rest is "
-                "missing. Download the files again."
+                f"tensor {key} belongs to a weight in {stored.description} whose other tensors are missing",
+                where=tensor.file,
+                fix="download the files again",
             )
 
 
-def _take(left: dict[str, StoredTensor], key: str, of: StoredTensor) -> StoredTensor:
-    if key not in left:
+def _take(remaining: dict[str, StoredTensor], key: str, of: StoredTensor) -> StoredTensor:
+    if key not in remaining:
         raise CheckpointError(
-            f"Expected a tensor {key} beside {of.key} of {of.file}, found none. The weight cannot be read without it: "
-            "download the files again."
+            where=of.file, expected=f"a tensor {key} beside {of.key}", found="none", fix="download the files again"
         )
-    return left.pop(key)
+    return remaining.pop(key)
 
 
 def _check(stored: StoredTensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None) -> None:
@@ -195,7 +202,5 @@ def _check(stored: StoredTensor, dtypes: tuple[torch.dtype, ...], shape: tuple[i
         raise _wrong(stored, f"shape {list(shape)}", list(stored.shape))
 
 
-def _wrong(stored: StoredTensor, expected: str, found: object) -> CheckpointError:
-    return CheckpointError(
-        f"Tensor {stored.key} in {stored.file}: expected {expected}, found {found}. Download the file again."
-    )
+def _wrong(stored: StoredTensor, expected: str, found: object, fix: str = "download the file again") -> CheckpointError:
+    return CheckpointError(f"tensor {stored.key}", where=stored.file, expected=expected, found=found, fix=fix)

@@ -1,4 +1,4 @@
-"""In which quantized format a checkpoint's files are, as its config tells, and what is made of it."""
+"""The quantized format of a checkpoint's files, according to its config, and what a base is kept in."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from ..config.quantization_options import Quantization
 from ..errors import CheckpointError, ConfigError
 
 BITSANDBYTES, MXFP4, FP8 = "bitsandbytes", "mxfp4", "fp8"
+NF4_COPY = "use the unquantized model with `quantization: nf4`, or a copy of it that is stored as nf4"
 
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How the files hold what is quantized in them.
+    """How the files hold quantized weights.
 
     Attributes:
-        method: as `quantization_config` calls it.
-        description: for people.
-        quantization: what the stored bytes are kept as; None where they are dequantized while they are read.
-        skipped: modules that are stored as they are, as the config names them; None for an unquantized LM head alone.
+        method: the `quant_method` of the config's `quantization_config`.
+        description: for messages.
+        quantization: the form in which the stored bytes are kept; None if they are dequantized while they are read.
+        skipped: modules that are stored unquantized, as the config names them; None means the LM head alone.
         block: rows and columns that share a scale, in block-wise fp8.
     """
 
@@ -33,20 +34,20 @@ class StoredFormat:
     block: tuple[int, int] | None = None
 
     def skips(self, module_path: str) -> bool:
-        """Tell whether a module is stored as it is, by its path in the model or the end of it."""
+        """Tell whether a module is stored unquantized, by its path in the model or the end of it."""
         around = f".{module_path}."
         return any(f".{name}." in around for name in self.skipped or ())
 
 
 def find_stored_format(config: Mapping[str, Any] | PreTrainedConfig, where: str = "the model") -> StoredFormat | None:
-    """Return in which quantized format a model's files are; None for plain numbers.
+    """Return the quantized format of a model's files; None if they are not quantized.
 
     Args:
-        config: the model's, as config.json has it, or as transformers reads it.
-        where: what the config belongs to, for messages.
+        config: the content of config.json, or the config that transformers reads from it.
+        where: the model, for messages.
 
     Raises:
-        CheckpointError: it is one that cannot be read.
+        CheckpointError: the format cannot be read.
     """
     found = _find_quantization_config(config)
     if not found:
@@ -61,44 +62,37 @@ def find_stored_format(config: Mapping[str, Any] | PreTrainedConfig, where: str 
             return _read_fp8(found)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The quantization_config of {where} is damaged ({error}). Download its config.json again."
+            f"damaged quantization_config ({error})", where=where, fix="download its config.json again"
         ) from error
     raise CheckpointError(
-        f"Expected unquantized weights in {where}, or weights as bitsandbytes (nf4, int8), MXFP4 or block-wise fp8 "
-        f"store them, but its config has a quantization_config ({method}). Use the unquantized model; `quantization: "
-        "nf4` makes it as small while it is read."
+        where=where,
+        expected="unquantized weights, or bitsandbytes (nf4, int8), MXFP4 or block-wise fp8",
+        found=f"a quantization_config ({method})",
+        fix="use the unquantized model; `quantization: nf4` makes it as small while it is read",
     )
 
 
-def find_stored_quantization(config: Mapping[str, Any] | PreTrainedConfig) -> Quantization | None:
-    """Return what a checkpoint's stored bytes are kept as; None for plain numbers, and what is made into such.
-
-    Raises:
-        CheckpointError: the files are in a format that cannot be read.
-    """
-    stored = find_stored_format(config)
-    return stored.quantization if stored else None
-
-
-def settle_quantization(stored: StoredFormat | None, asked: Quantization | None, where: str) -> Quantization | None:
-    """Return what a base is kept as: what its files already are, or else what is asked for.
+def settle_quantization(stored: StoredFormat | None, requested: Quantization | None, where: str) -> Quantization | None:
+    """Return the form in which a base is kept: that of its files if they are quantized, or else the requested one.
 
     Raises:
         ConfigError: the files are quantized already, to another format.
     """
     if stored is None or stored.quantization is None:
-        return asked
-    if asked is not None and (asked.format != stored.quantization.format or asked.has_vocabulary):
-        extra = " with embedding and LM head" if asked.has_vocabulary else ""
+        return requested
+    if requested is not None and (requested.format != stored.quantization.format or requested.has_vocabulary):
         raise ConfigError(
-            f"quantization: expected {stored.quantization.format}, in which {where} is stored ({stored.description}), "
-            f"found {asked.format}{extra}; leave the option out, or use the unquantized model"
+            option="quantization",
+            where=where,
+            expected=f"{stored.quantization.format}, its stored format ({stored.description})",
+            found=requested.format + (" with embedding and LM head" if requested.has_vocabulary else ""),
+            fix="leave the option out, or use the unquantized model",
         )
     return stored.quantization
 
 
 def forget_stored_format(config: PreTrainedConfig) -> None:
-    """Let a config describe the plain modules that are made of a quantized checkpoint."""
+    """Let the config of a quantized checkpoint describe plain modules."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
@@ -115,7 +109,7 @@ def _find_quantization_config(config: Mapping[str, Any] | PreTrainedConfig) -> d
 def _find_method(found: Mapping[str, Any]) -> str:
     method = found.get("quant_method")
     if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        return BITSANDBYTES  # before transformers 4.31 nothing else was stored
+        return BITSANDBYTES  # the only method before transformers 4.31
     return str(getattr(method, "value", method))
 
 
@@ -125,8 +119,10 @@ def _read_bitsandbytes(found: Mapping[str, Any], where: str) -> StoredFormat:
         kind = found.get("bnb_4bit_quant_type", "fp4")  # bitsandbytes' own default
         if kind != "nf4":
             raise CheckpointError(
-                f"Expected nf4 of the 4-bit formats of bitsandbytes, found bnb_4bit_quant_type {kind!r} in {where}. "
-                "Use the unquantized model with `quantization: nf4`, or a copy of it that is stored as nf4."
+                where=where,
+                expected="nf4 of bitsandbytes' 4-bit formats",
+                found=f"bnb_4bit_quant_type {kind!r}",
+                fix=NF4_COPY,
             )
         double_quant = bool(found.get("bnb_4bit_use_double_quant"))
         description = "bitsandbytes' nf4" + (" with double quantization" if double_quant else "")
@@ -142,7 +138,7 @@ def _read_fp8(found: Mapping[str, Any]) -> StoredFormat:
     if size is None:
         return StoredFormat(FP8, "fp8 with a scale for each weight", skipped=skipped)
     if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
-        raise ValueError(f"weight_block_size: expected two whole numbers, found {size!r}")
+        raise ValueError(f"weight_block_size: expected two positive integers, found {size!r}")
     return StoredFormat(FP8, f"fp8 in blocks of {size[0]}x{size[1]}", skipped=skipped, block=(size[0], size[1]))
 
 

@@ -1,4 +1,4 @@
-"""Where a base model's tensors come from, and any byte range of them read in the dtype that the model computes in."""
+"""The tensors of a base model: where the files hold them, and any byte range of them in the model's dtype."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError
 from ..quantization.format import Quantizer
 from ..runtime.dtypes import name_of
+from .computed_tensors import ComputedTensor, Constant
 from .conversion import Group, Skeleton, drop_ignored, map_keys
 from .model_folder import read_config_json, shorten
+from .quantized_parts import QuantizedParts, find_quantized_parts
 from .safetensors_files import Checkpoint, StoredTensor
-from .segments import Run, Runs
+from .segments import Segment, SegmentedTensor
 from .stored_finding import find_weights
 from .stored_formats import StoredFormat, find_stored_format
-from .stored_parts import StoredParts, find_parts
-from .stored_tensors import Constant, MadeTensor
 
-# What a cast holds of the file at a time.
+# How much of a stored tensor is cast at a time, or of the float32 values of a computed one.
 PIECE_BYTES = 16 * 2**20
-# Numbers that are dequantized at a time.
-_PIECE_NUMEL = 4 * 2**20
 
 _logger = logging.getLogger(__name__)
 
@@ -38,14 +36,14 @@ class BaseWeights:
     Tensors are named as in the model before adapters are injected; names that are tied read the same bytes. Values are
     those that `from_pretrained` would give, bit for bit. Bytes are counted by the checkpoint.
 
-    What a checkpoint holds quantized is read here dequantized, by names and ranges of the plain numbers; where its
-    stored bytes are of a format that a base can be kept in, they can be read as parts of that format too.
+    Quantized tensors of a checkpoint are dequantized while they are read, by name and range of the dequantized values.
+    If a base can be kept in their format, they can also be read as the parts of that format.
 
     Attributes:
         stored_format: How the checkpoint is quantized; None if it is not.
-        stored: What the files hold, by key, as if it had never been quantized.
-        missing: Names in the model for which the checkpoint has no value and needs none (`allow_missing`, or the
-            model's class says so): whoever builds the model must initialize them.
+        stored: The tensors of the files by key, under the keys and shapes of unquantized weights.
+        missing: Names in the model that the checkpoint has no values for and may lack (`allow_missing`, or the model's
+            class ignores them): the caller must initialize them.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class BaseWeights:
         checkpoint: Checkpoint,
         skeleton: Skeleton,
         tensors: dict[str, torch.Tensor],
-        sources: dict[str, Runs | Group],
+        sources: dict[str, SegmentedTensor | Group],
         missing: Iterable[str],
         stored: Mapping[str, StoredTensor],
         stored_format: StoredFormat | None,
@@ -68,7 +66,7 @@ class BaseWeights:
         self._own_sources = dict(sources)  # before names that are tied share one
         self._unit_names: frozenset[str] = frozenset()
         self._converted: dict[str, torch.Tensor] = {}
-        self._parts: dict[str, StoredParts | None] = {}
+        self._parts: dict[str, QuantizedParts | None] = {}
 
     @classmethod
     def plan(
@@ -80,13 +78,13 @@ class BaseWeights:
         allow_missing: Sequence[str] = (),
         allow_unexpected: Sequence[str] = (),
     ) -> BaseWeights:
-        """Find the source of every parameter and persistent buffer; nothing is read, save tied tensors stored twice.
+        """Find the source of every parameter and persistent buffer; read only tied tensors that are stored twice.
 
         Args:
-            model: Skeleton built in `dtype`, weights tied, no adapter injected. Its values are never looked at.
+            model: Skeleton built in `dtype`, weights tied, no adapter injected. Its values are never read.
             dtype: Compute dtype. What the model keeps in another one (`_keep_in_fp32_modules`, integers) stays so.
             allow_missing: Prefixes of model names that the checkpoint may lack, such as a new head's `score.`.
-            allow_unexpected: Prefixes of stored keys that the model may have no place for, such as `lm_head.`.
+            allow_unexpected: Prefixes of stored keys that the model may lack, such as `lm_head.`.
 
         Raises:
             CheckpointError: Tensors are missing, unexpected or of another shape, the weights are quantized in a way
@@ -101,18 +99,18 @@ class BaseWeights:
         groups, unexpected = map_keys(model, stored, dtype)
         skeleton = Skeleton(model)
         tensors: dict[str, torch.Tensor] = {}
-        sources: dict[str, Runs | Group] = {}
+        sources: dict[str, SegmentedTensor | Group] = {}
         faults: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "not convertible": []}
         failed = set()
         for group in groups:
             try:
-                made = group.convert(skeleton, partial(_describe, dtype=group.dtype))
+                converted = group.convert(skeleton, partial(_on_meta, dtype=group.dtype))
             except Exception as error:  # transformers' operations raise whatever torch does
                 faults["not convertible"].append(f"{group.name} ({error})")
                 failed.add(group.name)
                 continue
-            runs = group.concatenate(made)
-            for name, tensor in made.items():
+            segmented = group.find_segments(converted)
+            for name, tensor in converted.items():
                 if name not in expected:
                     unexpected[name] = next(iter(group.sources.values()))[0].key
                     continue
@@ -121,22 +119,24 @@ class BaseWeights:
                     faults["of another shape"].append(f"{name} ({shapes})")
                 if name in sources:
                     raise CheckpointError(
-                        f"The weights in {checkpoint.folder} give {name} twice. Remove one of the two."
+                        f"{name} is stored twice, converted and unconverted", where=checkpoint.folder, fix="remove one"
                     )
                 tensors[name] = tensor
-                sources[name] = group if runs is None else runs[name]
+                sources[name] = group if segmented is None else segmented[name]
 
         tied = _find_tied(expected)
         absent = {name for names in tied if not any(name in sources for name in names) for name in names}
-        lost, strays = drop_ignored(model, absent - failed, unexpected)
+        lost, surplus = drop_ignored(model, absent - failed, unexpected)
         faults["missing"] = sorted(name for name in lost if not name.startswith(tuple(allow_missing)))
-        stray_keys = {unexpected[name] for name in strays}
-        faults["unexpected"] = sorted(key for key in stray_keys if not key.startswith(tuple(allow_unexpected)))
+        surplus_keys = {unexpected[name] for name in surplus}
+        faults["unexpected"] = sorted(key for key in surplus_keys if not key.startswith(tuple(allow_unexpected)))
         if any(faults.values()):
             found = "; ".join(f"{len(names)} {fault}: {shorten(names)}" for fault, names in faults.items() if names)
             raise CheckpointError(
-                f"The weights in {checkpoint.folder} do not fit {type(model).__name__} as its config describes it: "
-                f"{found}. Use the weights, config.json and model class that belong together."
+                f"the weights do not fit {type(model).__name__} as its config describes it",
+                where=checkpoint.folder,
+                found=found,
+                fix="use weights, config.json and a model class that belong together",
             )
         weights = cls(checkpoint, skeleton, tensors, sources, absent, stored, stored_format)
         weights._tie(tied)
@@ -164,20 +164,20 @@ class BaseWeights:
         """The files that hold the checkpoint's tensors."""
         return self._checkpoint.files
 
-    def stored_as(self, name: str) -> Runs | Group | None:
-        """Return how the files hold a tensor under its own name; None if it is missing, or stored for a tied name."""
+    def stored_as(self, name: str) -> SegmentedTensor | Group | None:
+        """Return how the files hold a tensor under its own name; None if it is missing, or stored under a tied name."""
         return self._own_sources.get(name)
 
     def find_stretches(self, name: str) -> list[tuple[Path, int, int]] | None:
-        """Return the stretches (file, first byte, number of bytes) that are a tensor as the model has it.
+        """Return the byte ranges (file, first byte, number of bytes) that hold a tensor exactly as it is in the model.
 
-        None means that no file holds it so: it has another dtype there, or is computed from others.
+        None means that there are none: it has another dtype in the files, or is computed from others.
         """
         source = self._sources[name]
         return None if isinstance(source, Group) else _find_stretches(source, self.target_dtype(name))
 
     def stored_quantizer(self, name: str) -> Quantizer | None:
-        """Return the format that the files hold a weight in, if a base can be kept in it as it is; else None."""
+        """Return the format in which the files hold a weight, if a base can be kept in it; else None."""
         parts = self._find_parts(name)
         return parts.quantizer if parts else None
 
@@ -187,25 +187,25 @@ class BaseWeights:
         return {name: quantizer for name, quantizer in found.items() if quantizer is not None}
 
     def describe_stored(self) -> str | None:
-        """Return in a line how a quantized checkpoint is read; None for one that is not quantized."""
+        """Return in one line how a quantized checkpoint is read; None for one that is not quantized."""
         if self.stored_format is None:
             return None
         where = f"{self._checkpoint.folder} is stored in {self.stored_format.description}"
-        made = [name for name in self.names if self.is_made(name)]
-        rest = [name for name in made if self.stored_quantizer(name) is None]
+        quantized = [name for name in self.names if self.is_made(name)]
+        rest = [name for name in quantized if self.stored_quantizer(name) is None]
         dtypes = " and ".join(sorted({name_of(self.target_dtype(name)) for name in rest}))
         if not rest:
             return f"{where}: its bytes are kept as they are"
-        if len(rest) == len(made):
+        if len(rest) == len(quantized):
             return f"{where}: dequantized to {dtypes} while it is read"
-        return f"{where}: its bytes are kept as they are, but {shorten(rest)} dequantized to {dtypes} while it is read"
+        return f"{where}: its bytes are kept as they are, except {shorten(rest)}, which is dequantized to {dtypes}"
 
     def is_made(self, name: str) -> bool:
         """Tell whether the files hold a weight, or what it is computed from, quantized."""
         source = self._sources[name]
         if isinstance(source, Group):
-            return any(isinstance(stored, MadeTensor) for each in source.sources.values() for stored in each)
-        return any(isinstance(run.stored, MadeTensor) for run in source.runs)
+            return any(isinstance(stored, ComputedTensor) for each in source.sources.values() for stored in each)
+        return any(isinstance(segment.stored, ComputedTensor) for segment in source.segments)
 
     def read_elements(self, stored: StoredTensor, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of one of `stored`, flat and in its own dtype."""
@@ -214,38 +214,38 @@ class BaseWeights:
     def find_part_stretches(self, name: str, part: int) -> list[tuple[Path, int, int]] | torch.Tensor | None:
         """Return where the files hold a part of a weight's `stored_quantizer`, as `find_stretches` does.
 
-        A few numbers that no file holds as such are returned themselves, as bytes.
+        A constant, which no file holds as such, is returned itself, as bytes.
         """
-        runs = self._part_runs(name, part)
-        dtype = runs.runs[0].stored.dtype
-        if not all(isinstance(run.stored, Constant) for run in runs.runs):
-            return _find_stretches(runs, dtype)
-        out = torch.empty(runs.numel * dtype.itemsize, dtype=torch.uint8)
-        self._read_runs(runs, dtype, 0, len(out), out)
+        found = self._find_part(name, part)
+        dtype = found.segments[0].stored.dtype
+        if not all(isinstance(segment.stored, Constant) for segment in found.segments):
+            return _find_stretches(found, dtype)
+        out = torch.empty(found.numel * dtype.itemsize, dtype=torch.uint8)
+        self._read_segments(found, dtype, 0, len(out), out)
         return out
 
     def read_part_range(self, name: str, part: int, begin: int, end: int, out: torch.Tensor) -> None:
         """Read bytes [begin, end) of a part of a weight's `stored_quantizer`, as the files hold it, into `out`."""
-        runs = self._part_runs(name, part)
-        self._read_runs(runs, runs.runs[0].stored.dtype, begin, end, out)
+        found = self._find_part(name, part)
+        self._read_segments(found, found.segments[0].stored.dtype, begin, end, out)
 
-    def _part_runs(self, name: str, part: int) -> Runs:
+    def _find_part(self, name: str, part: int) -> SegmentedTensor:
         found = self._find_parts(name)
         if found is None:
             raise ValueError(f"{name} is not stored in parts")
-        return found.runs[part]
+        return found.parts[part]
 
-    def _find_parts(self, name: str) -> StoredParts | None:
+    def _find_parts(self, name: str) -> QuantizedParts | None:
         if name not in self._parts:
             source = self._sources.get(name)
-            self._parts[name] = find_parts(source) if isinstance(source, Runs) else None
+            self._parts[name] = find_quantized_parts(source) if isinstance(source, SegmentedTensor) else None
         return self._parts[name]
 
     def read_range(self, name: str, begin: int, end: int, out: torch.Tensor) -> None:
         """Read bytes [begin, end) of a tensor, as it will be in the model, into `out`.
 
-        Reads only what those bytes need. What must be cast passes through a buffer of 16 MiB. A tensor that
-        transformers computes from others is computed whole, for this call or once for the surrounding `unit`.
+        Reads only what those bytes need. Values that must be cast pass through a buffer of 16 MiB. A tensor that
+        transformers computes from others is computed completely, for this call or once for the surrounding `unit`.
 
         Args:
             out: uint8 CPU tensor of `end - begin` consecutive bytes.
@@ -256,27 +256,29 @@ class BaseWeights:
         if isinstance(source, Group):
             out.copy_(_as_bytes(self._convert(name, source))[begin:end])
             return
-        self._read_runs(source, self.target_dtype(name), begin, end, out)
+        self._read_segments(source, self.target_dtype(name), begin, end, out)
 
-    def _read_runs(self, source: Runs, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor) -> None:
+    def _read_segments(
+        self, source: SegmentedTensor, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor
+    ) -> None:
         position = begin // dtype.itemsize * dtype.itemsize
-        for run in source.cut(begin // dtype.itemsize, math.ceil(end / dtype.itemsize)):
-            run_end = position + run.numel * dtype.itemsize
-            run_begin, first, last = position, max(position, begin), min(run_end, end)
-            self._read_run(run, dtype, first - run_begin, last - run_begin, out[first - begin : last - begin])
-            position = run_end
+        for segment in source.slice(begin // dtype.itemsize, math.ceil(end / dtype.itemsize)):
+            next_position = position + segment.numel * dtype.itemsize
+            first, last = max(position, begin), min(next_position, end)
+            self._read_segment(segment, dtype, first - position, last - position, out[first - begin : last - begin])
+            position = next_position
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, in memory of its own."""
+        """Return a complete tensor in newly allocated memory."""
         out = torch.empty(self.shape(name), dtype=self.target_dtype(name))
         self.read_range(name, 0, self.num_bytes(name), _as_bytes(out))
         return out
 
     @contextmanager
     def unit(self, names: Iterable[str]) -> Iterator[None]:
-        """Keep what is computed for `names` until the block ends, so that many ranges of them are computed once.
+        """Keep the computed tensors among `names` until the block ends, so that reading ranges computes each once.
 
-        Memory: the computed tensors among `names`, and while one is made, what it is made of. Nothing for the others.
+        Memory: the computed tensors among `names`, and while one is computed, its inputs. Nothing for the others.
         """
         if self._unit_names:
             raise RuntimeError("a unit is open already: the tensors of one unit at a time are kept in memory")
@@ -291,49 +293,32 @@ class BaseWeights:
         if name in self._converted:
             return self._converted[name]
         with torch.no_grad():
-            made = group.convert(self._skeleton, lambda stored: self._read_stored(stored, group.dtype))
-        self._converted.update({key: value for key, value in made.items() if key in self._unit_names})
-        return made[name]
+            converted = group.convert(self._skeleton, lambda stored: self._read_stored(stored, group.dtype))
+        self._converted.update({key: value for key, value in converted.items() if key in self._unit_names})
+        return converted[name]
 
     def _read_stored(self, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(stored.shape, dtype=dtype)
-        run = Run(stored, 0, out.numel())
-        self._read_run(run, dtype, 0, out.numel() * out.itemsize, _as_bytes(out))
+        self._read_segment(Segment(stored, 0, out.numel()), dtype, 0, out.numel() * out.itemsize, _as_bytes(out))
         return out
 
-    def _read_run(self, run: Run, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor) -> None:
-        """Read bytes [begin, end) of a run in `dtype`."""
-        stored = run.stored
-        if isinstance(stored, MadeTensor):
-            self._read_made(run, stored, dtype, begin, end, out)
-            return
-        if stored.dtype == dtype:
-            offset = run.begin * dtype.itemsize
+    def _read_segment(self, segment: Segment, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor) -> None:
+        """Read bytes [begin, end) of a segment in `dtype`."""
+        stored = segment.stored
+        is_computed = isinstance(stored, ComputedTensor)
+        if stored.dtype == dtype and not is_computed:
+            offset = segment.begin * dtype.itemsize
             self._checkpoint.read_bytes(stored, offset + begin, offset + end, out)
             return
-        step = max(1, PIECE_BYTES // stored.dtype.itemsize)
+        step = max(1, PIECE_BYTES // (4 if is_computed else stored.dtype.itemsize))
         last = math.ceil(end / dtype.itemsize)
         for first in range(begin // dtype.itemsize, last, step):
             numel = min(step, last - first)
-            raw = torch.empty(numel * stored.dtype.itemsize, dtype=torch.uint8)
-            offset = (run.begin + first) * stored.dtype.itemsize
-            self._checkpoint.read_bytes(stored, offset, offset + len(raw), raw)
-            cast = _as_bytes(raw.view(stored.dtype).to(dtype))
+            offset = segment.begin + first
+            values = _as_bytes(_read_elements(self._checkpoint, stored, offset, offset + numel, dtype))
             piece = first * dtype.itemsize
-            low, high = max(begin, piece), min(end, piece + len(cast))
-            out[low - begin : high - begin] = cast[low - piece : high - piece]
-
-    def _read_made(
-        self, run: Run, stored: MadeTensor, dtype: torch.dtype, begin: int, end: int, out: torch.Tensor
-    ) -> None:
-        read = partial(_read_elements, self._checkpoint)
-        last = math.ceil(end / dtype.itemsize)
-        for first in range(begin // dtype.itemsize, last, _PIECE_NUMEL):
-            numel = min(_PIECE_NUMEL, last - first)
-            made = _as_bytes(stored.make(run.begin + first, run.begin + first + numel, dtype, read))
-            piece = first * dtype.itemsize
-            low, high = max(begin, piece), min(end, piece + len(made))
-            out[low - begin : high - begin] = made[low - piece : high - piece]
+            low, high = max(begin, piece), min(end, piece + len(values))
+            out[low - begin : high - begin] = values[low - piece : high - piece]
 
     def _tie(self, tied: list[list[str]]) -> None:
         """Let tied names share one source; where several are stored, transformers ties them only if they are equal."""
@@ -342,8 +327,9 @@ class BaseWeights:
             for name in stored[1:]:
                 if not self._is_equal(stored[0], name):
                     raise CheckpointError(
-                        f"The config in {self._checkpoint.folder} ties {stored[0]} and {name}, but the weights hold "
-                        "different values for them. Set tie_word_embeddings to false in config.json, or remove one."
+                        f"the config ties {stored[0]} and {name}, but the weights hold different values for them",
+                        where=self._checkpoint.folder,
+                        fix="set tie_word_embeddings to false in config.json, or remove one",
                     )
             for name in names if stored else ():
                 self._sources[name], self._tensors[name] = self._sources[stored[0]], self._tensors[stored[0]]
@@ -361,35 +347,37 @@ class BaseWeights:
         return True
 
 
-def _describe(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+def _on_meta(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=dtype, device="meta")
 
 
-def _read_elements(checkpoint: Checkpoint, stored: StoredTensor, begin: int, end: int) -> torch.Tensor:
-    """Return elements [begin, end) of a stored tensor, flat, in its own dtype."""
-    if isinstance(stored, MadeTensor):
-        return stored.make(begin, end, stored.dtype, partial(_read_elements, checkpoint))
+def _read_elements(
+    checkpoint: Checkpoint, stored: StoredTensor, begin: int, end: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return elements [begin, end) of a stored tensor, flat, in `dtype` or its own."""
+    if isinstance(stored, ComputedTensor):
+        return stored.compute(begin, end, dtype or stored.dtype, partial(_read_elements, checkpoint))
     raw = torch.empty((end - begin) * stored.dtype.itemsize, dtype=torch.uint8)
     checkpoint.read_bytes(stored, begin * stored.dtype.itemsize, end * stored.dtype.itemsize, raw)
-    return raw.view(stored.dtype)
+    return raw.view(stored.dtype).to(dtype or stored.dtype)
 
 
-def _find_stretches(source: Runs, dtype: torch.dtype) -> list[tuple[Path, int, int]] | None:
-    if any(isinstance(run.stored, MadeTensor) or run.stored.dtype != dtype for run in source.runs):
+def _find_stretches(source: SegmentedTensor, dtype: torch.dtype) -> list[tuple[Path, int, int]] | None:
+    if any(isinstance(segment.stored, ComputedTensor) or segment.stored.dtype != dtype for segment in source.segments):
         return None
     return [
-        (run.stored.file, run.stored.begin_byte + run.begin * dtype.itemsize, run.numel * dtype.itemsize)
-        for run in source.runs
+        (part.stored.file, part.stored.begin_byte + part.begin * dtype.itemsize, part.numel * dtype.itemsize)
+        for part in source.segments
     ]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes; they are its own memory where it is contiguous."""
+    """Return a tensor's bytes: a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _find_tied(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names that stand for one tensor, together; most names stand alone."""
+    """Return the names of each tensor; most tensors have one."""
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -398,8 +386,6 @@ def _find_tied(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 def _check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    # transformers' loader takes a skeleton's own dtypes for the model's wish.
+    # transformers' loader keeps the dtypes of the skeleton.
     if found and dtype not in found:
-        raise ValueError(
-            f"the skeleton is built in {found}, not in {dtype}: build it with from_config(config, dtype=...)"
-        )
+        raise ValueError(f"expected a skeleton in {dtype}, found {found}: build it with from_config(config, dtype=...)")

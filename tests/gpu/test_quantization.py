@@ -12,11 +12,10 @@ from helpers.tiny import build_model, find_differences
 
 import lorashard
 from lorashard.quantization.format import Quantizer
-from lorashard.quantization.fp8 import Fp8
-from lorashard.quantization.int8 import Int8
 from lorashard.quantization.nf4 import Nf4
 from lorashard.quantization.nf4_kernel import find_kernel
 from lorashard.quantization.nf4_tables import Tables
+from lorashard.quantization.rowwise import Fp8, Int8
 
 pytestmark = NEEDS_GPU
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -16,9 +16,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from helpers.paths import DEMO_BASE
 from helpers.tiny import build_base
 
-DEMO_BASE = Path(__file__).parents[2] / "examples/demo/base"
 MOE: dict[str, Any] = dict(
     vocab_size=97,
     hidden_size=32,

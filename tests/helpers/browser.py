@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Page
 
+from helpers.paths import ROOT as REPOSITORY
 from helpers.waiting import wait_until
 
-REPOSITORY = Path(__file__).parents[2]
 WIDTHS = {"wide": 1400, "phone": 390}
 WAIT_MS = 60_000  # for what takes a second: machines that run tests are busy
 _MARK = "LORASHARD_TEST_ROOT"  # in the environment of a server, and so of all that it starts

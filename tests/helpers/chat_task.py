@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from helpers.tiny import add_lora, build_base
+from helpers.tiny import VOCAB_SIZE, add_lora, build_base
+from helpers.words import make_tokenizer
 
-LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 SPECIAL = ("<pad>", "<unk>", "</s>", "<system>", "<user>", "<assistant>")
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} "
@@ -28,16 +26,8 @@ GREEDY = ["--dtype", "float32", "--max_new_tokens", str(NEW_TOKENS), "--do_sampl
 
 def build_task(folder: Path, num_positions: int = 128) -> Path:
     """Fill a folder with runs' adapters, their base, which knows so many positions, and prompts."""
-    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), 97))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="</s>",
-        additional_special_tokens=list(SPECIAL[3:]),
-    )
+    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCAB_SIZE))]
+    tokenizer = make_tokenizer(words, additional_special_tokens=list(SPECIAL[3:]))
     build_base(
         num_hidden_layers=2,
         initializer_range=0.3,
@@ -52,9 +42,9 @@ def build_task(folder: Path, num_positions: int = 128) -> Path:
             parameter.data.mul_(10)  # so that the adapter says other things than its base
     model.save_pretrained(folder / "runs" / "plain")
     shutil.copytree(folder / "runs" / "plain", folder / "runs" / "answers")
-    fast.save_pretrained(folder / "runs" / "plain")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder / "runs" / "answers")
+    tokenizer.save_pretrained(folder / "runs" / "plain")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "runs" / "answers")
     rows = [{"prompt": "w7 w8"}, {"messages": [{"role": "user", "content": "w9"}]}, {"prompt": "w10 w11 w12 w13"}]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -89,8 +79,6 @@ def talk(task: Path, model: PeftModel, lines: list[str]) -> list[str]:
 
 
 def make_environment(task: Path) -> dict[str, str]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
     folder = task / "tmp"
     folder.mkdir(exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    return environment | {"HF_HOME": str(task / "hf"), "TMPDIR": str(folder)}
+    return os.environ | {"HF_HOME": str(task / "hf"), "TMPDIR": str(folder)}

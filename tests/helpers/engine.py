@@ -24,15 +24,15 @@ class DelayedWork:
     It refers to its buffer for ever, as the threads of a backend may.
     """
 
-    def __init__(self, whole: torch.Tensor, source: torch.Tensor) -> None:
-        self._whole, self._source = whole, source
-        self.address = whole.data_ptr()
+    def __init__(self, unsharded: torch.Tensor, source: torch.Tensor) -> None:
+        self._unsharded, self._source = unsharded, source
+        self.address = unsharded.data_ptr()
         self.is_done = False
-        whole.fill_(GARBAGE_BYTE)
+        unsharded.fill_(GARBAGE_BYTE)
 
     def wait(self) -> None:
         assert not self.is_done, "waited for twice"
-        self._whole.copy_(self._source)
+        self._unsharded.copy_(self._source)
         self.is_done = True
 
 
@@ -48,23 +48,23 @@ class StandInGroup(ShardGroup):
         self.gathers: list[tuple[int, DelayedWork]] = []
         self.compared: list[list[int]] = []
         self.broken: int | None = None
-        self._whole: dict[int, torch.Tensor] = {}
+        self._unsharded: dict[int, torch.Tensor] = {}
 
     def fill(self, home: DeviceHome, tensors: Sequence[torch.Tensor]) -> None:
         """Give every rank its pieces of `tensors`, and `home` rank 0's."""
         shards = cut_shards(home.layout, tensors)
         home.shard.copy_(shards[0])
-        self._whole[home.shard.data_ptr()] = torch.cat(shards)
+        self._unsharded[home.shard.data_ptr()] = torch.cat(shards)
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> DelayedWork:
+    def all_gather(self, unsharded: torch.Tensor, shard: torch.Tensor) -> DelayedWork:
         if self.num_gathers == self.broken:
             self.broken = None
             raise KeyboardInterrupt
         arriving = {work.address for _, work in self.gathers if not work.is_done}
-        assert whole.data_ptr() not in arriving, "an earlier gather would arrive in this buffer later"
+        assert unsharded.data_ptr() not in arriving, "an earlier gather would arrive in this buffer later"
         self.num_gathers += 1
-        self.gathered_bytes += whole.numel()
-        work = DelayedWork(whole, self._whole[shard.data_ptr()])
+        self.gathered_bytes += unsharded.numel()
+        work = DelayedWork(unsharded, self._unsharded[shard.data_ptr()])
         self.gathers.append((shard.data_ptr(), work))
         return work
 
@@ -178,14 +178,14 @@ class Rig:
         return [self._names[address] for address, work in self.group.gathers if not work.is_done]
 
     @property
-    def whole(self) -> list[str]:
+    def unsharded(self) -> list[str]:
         """The units whose weights the modules hold; all of its modules hold a unit's weights, or none of them does."""
         found = []
         for unit in self.engine.units:
             places = [getattr(owner.module, owner.attribute) for weight in unit.weights for owner in weight.owners]
-            are_whole = {not isinstance(tensor, Placeholder) for tensor in places}
-            assert len(are_whole) == 1
-            found += [unit.name] if are_whole.pop() else []
+            are_unsharded = {not isinstance(tensor, Placeholder) for tensor in places}
+            assert len(are_unsharded) == 1
+            found += [unit.name] if are_unsharded.pop() else []
         return found
 
     @property

@@ -67,13 +67,24 @@ def make_options(task: Path, out: str, **options) -> list[str]:
 
 
 def run(
-    command: list[str], task: Path, timeout_s: float = 110, is_real: bool = False, **environment: str
+    command: list[str],
+    task: Path,
+    timeout_s: float = 110,
+    is_real: bool = False,
+    folder: Path | None = None,
+    lines: str = "",
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """Run a command; `is_real` where the start of its interpreters is part of what is tested."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in names} | {"HF_HOME": str(task / "hf")} | environment
+    """Run a command.
+
+    Args:
+        is_real: where the start of its interpreters is part of what is tested.
+        folder: to run it in.
+        lines: its input.
+    """
+    env = os.environ | {"HF_HOME": str(task / "hf")} | environment
     start = subprocess.run if is_real else warm.run
-    return start(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+    return start(command, env=env, cwd=folder, input=lines, capture_output=True, text=True, timeout=timeout_s)
 
 
 def train(task: Path, out: str, **options) -> list[float]:

@@ -90,8 +90,6 @@ def _be_launcher(folder: Path, launch: Callable[[list[str], Path], int], word: s
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
         setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # not what pytest captures with
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
-        os.environ.pop(name, None)
     os.environ |= {"PYTHONPATH": str(Path(lorashard.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     sys.exit(launch([sys.executable, str(folder / "rank.py"), str(folder), word, "$$HOME"], folder))
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from helpers import bases
+from helpers.tiny import disturb
 from helpers.words import make_tokenizer
 
 
@@ -28,15 +29,6 @@ def save_adapter(folder: Path, base: Path, **options) -> Path:
     disturb(model)
     model.save_pretrained(folder, save_embedding_layers=False)
     return folder
-
-
-def disturb(model: PeftModel) -> None:
-    """Move every trainable tensor of a model, the same way each time."""
-    generator = torch.Generator().manual_seed(5)
-    for _, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if parameter.requires_grad:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data += (0.05 * noise).to(parameter)
 
 
 def merge_with_peft(base: Path, adapter: Path, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:

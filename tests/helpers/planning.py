@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from helpers.bases import build_any
 from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
 from lorashard.config.quantization_options import Quantization
-from lorashard.planning.size import build_meta_model
+from lorashard.engine import plan_layout
+from lorashard.model.units import EMBEDDING, HEAD, LAYER
+from lorashard.planning.size import ModelSize, UnitSize, build_meta_model
 from lorashard.planning.trace import Microbatch
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -26,6 +28,17 @@ FORMATS = (
     Quantization("int8"),
     Quantization("fp8", has_vocabulary=True),
 )
+
+
+def make_size(num_layers: int, layer_bytes: int, vocabulary_bytes: int, adapter_bytes: int) -> ModelSize:
+    """Return a made-up model of equal layers, with an embedding and a head of `vocabulary_bytes` each."""
+
+    def make(name: str, kind: str, num_bytes: int) -> UnitSize:
+        return UnitSize(name, kind, plan_layout([(name, torch.uint8, (num_bytes,))], 1))
+
+    layers = [make(f"layers.{i}", LAYER, layer_bytes) for i in range(num_layers)]
+    units = (make("embed", EMBEDDING, vocabulary_bytes), *layers, make("head", HEAD, vocabulary_bytes))
+    return ModelSize("model", units, tuple((unit, unit.kind) for unit in units), adapter_bytes // 4, adapter_bytes)
 
 
 def build_meta(base: PreTrainedModel, dropout: float = 0.0, **lora: Any):

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from helpers.tiny import make_batch, take_gradients
+from helpers.tiny import disturb, make_batch, take_gradients
 
 Results = dict[str, torch.Tensor]
 Scenario = Callable[[PeftModel], Results]
@@ -123,15 +123,6 @@ def packed(model: PeftModel) -> Results:
 
 def make_lora(**options: object) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | options)
-
-
-def disturb(model: PeftModel, name: str = "") -> None:
-    """Make every tensor that trains count, or those of one adapter: many begin as zero."""
-    generator = torch.Generator().manual_seed(5)
-    for key, parameter in model.named_parameters():
-        if f".{name}." in f"{key}." if name else parameter.requires_grad:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data += (0.05 * noise).to(parameter.dtype)
 
 
 def add(model: PeftModel, name: str, **options: object) -> None:

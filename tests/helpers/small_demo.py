@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from helpers.bases import DEMO_BASE, write_small_base
-
-DEMO = DEMO_BASE.parent
+from helpers.bases import write_small_base
+from helpers.paths import DEMO
 
 
 def copy_small_demo(folder: Path) -> Path:

@@ -44,7 +44,7 @@ if SLOW_S:
         setattr(os, name, slow(getattr(os, name)))
 
 def watch(module):
-    train = module.SurvivingTrainer.training_step
+    train = module.CheckpointingTrainer.training_step
     if hasattr(train, "is_watched"):
         return
     def training_step(self, model, inputs, *args, **kwargs):
@@ -58,7 +58,7 @@ def watch(module):
             os.kill(os.getpid(), signal.SIGUSR1)
         return train(self, model, inputs, *args, **kwargs)
     training_step.is_watched = True
-    module.SurvivingTrainer.training_step = training_step
+    module.CheckpointingTrainer.training_step = training_step
 """ + call_after_import("lorashard.training.trainer", "watch")
 
 
@@ -82,8 +82,7 @@ def start(
     site = task / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in names} | {
+    environment = os.environ | {
         "HF_HOME": str(task / "hf"),
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "TEST_ROWS": str(task / f"{out}_rows"),
@@ -145,7 +144,7 @@ def hash_files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("status.json", ".lock") and path.parent.name != "logs"
+        if path.is_file() and path.name not in ("status.json", "events.jsonl", ".lock") and path.parent.name != "logs"
     }
 
 

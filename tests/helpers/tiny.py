@@ -68,6 +68,15 @@ def build_model(
     return model.train()
 
 
+def fill_adapter(model: PeftModel) -> PeftModel:
+    """Draw all that trains, so that every gradient counts, and return the model in training mode."""
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
 def set_checkpointing(model: PeftModel, checkpointing: str) -> None:
     """Switch activation checkpointing on, as transformers does or, for `around-call`, as it did before 5.20."""
     if checkpointing == "off":
@@ -95,6 +104,14 @@ def _checkpoint_call(layer: torch.nn.Module) -> None:
         return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
 
     layer.__class__ = type(original.__name__, (original,), {"__call__": call})
+
+
+def disturb(model: torch.nn.Module, name: str = "") -> None:
+    """Make every tensor that trains count, or those of one adapter, the same way each time: many begin as zero."""
+    generator = torch.Generator().manual_seed(5)
+    for key, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if f".{name}." in f"{key}." if name else parameter.requires_grad:
+            parameter.data += (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter)
 
 
 def make_batch(seed: int = 3, rows: int = 2, tokens: int = 12) -> dict[str, torch.Tensor]:

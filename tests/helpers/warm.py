@@ -128,7 +128,7 @@ def _find_zygote(settings: dict[str, str]) -> socket.socket:
     if key not in _zygotes or _zygotes[key][0].poll() is not None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         home = os.path.join(tempfile.gettempdir(), "lorashard-tests-home-of-nobody")
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", *_SETTINGS)
+        names = ("PYTHONPATH", *_SETTINGS)
         kept = {name: value for name, value in os.environ.items() if name not in names}
         environment = kept | settings | {"HF_HOME": home}
         command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno())]

@@ -15,7 +15,6 @@ from transformers import Trainer, set_seed
 from helpers.tiny import build_base
 from helpers.words import make_tokenizer
 from lorashard import api
-from lorashard.config.data_options import DataOptions
 from lorashard.config.run_config import RunConfig
 from lorashard.data.prepare import prepare
 from lorashard.data.tokenizer import load_tokenizer
@@ -79,7 +78,7 @@ def build(folder: Path, told: list[str] | None = None, noted: list[dict] | None 
     """
     config = RunConfig.resolve(None, make_words(**{"model": folder / "model", "output_dir": folder / "out"} | options))
     tokenizer = load_tokenizer(config.model_name_or_path)
-    prepared = prepare(DataOptions(**config.data_options()), tokenizer, folder / "cache", config.trl_method)
+    prepared = prepare(config.data_options(), tokenizer, folder / "cache", config.trl_method)
     arguments = build_arguments(config, use_cpu=True)
     log = ([] if told is None else told).append
     hooks = RunHooks(
@@ -102,6 +101,6 @@ def build(folder: Path, told: list[str] | None = None, noted: list[dict] | None 
         config.model_name_or_path,
         LoraConfig(**config.lora_options()),
         dtype=torch.float32,
-        **config.placement_options(),
+        placement=config,
     )
     return build_trainer(config, model, tokenizer, arguments, prepared, [], hooks)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 LADDER = ("tests/distributed/engine/test_exactness.py", "-k", "quick")
 COSTS = ("tests/distributed/engine/test_costs.py", "-k", "gathers or collectives or reduced")
-LIFECYCLE = ("tests/distributed/engine/test_lifecycle.py",)
 
 
 @dataclass(frozen=True)
@@ -52,22 +51,22 @@ MUTANTS: dict[str, Mutant] = {
         "if slot is not None and slot.owner is not None and tensor.dim() > 1:",
         "a norm's weight is read from the slot as it is by then",
     ),
-    "resharded too early": Mutant(
+    "released too early": Mutant(
         "lorashard/engine/engine.py",
-        "            if not visit.holds:\n                visit.unit.reshard",
-        "            if True:\n                visit.unit.reshard",
+        "            if not scheduled.holds:\n                scheduled.unit.release",
+        "            if True:\n                scheduled.unit.release",
         "the head is gone when a fused loss reads it",
     ),
     "wrong victim": Mutant(
         "lorashard/engine/schedule.py",
-        "if distance > best_distance:",
-        "if best_key is None or distance < best_distance:",
-        "the unit that is needed next is evicted",
+        "return max(evictable,",
+        "return min(evictable,",
+        "the unit that is needed next is resharded",
         COSTS,
     ),
     "skipped hook": Mutant(
         "lorashard/engine/engine.py",
-        "if visit.has_backward and torch.is_grad_enabled():",
+        "if scheduled.has_backward and torch.is_grad_enabled():",
         "if False and torch.is_grad_enabled():",
         "backward prefetches nothing, and holds what it should have given back",
         COSTS,
@@ -87,14 +86,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "wrong stretch of a file": Mutant(
         "lorashard/weights/segments.py",
-        "pieces.append(Run(run.stored, run.begin + offset, numel))",
-        "pieces.append(Run(run.stored, run.begin, numel))",
+        "found.append(Segment(segment.stored, segment.begin + offset, numel))",
+        "found.append(Segment(segment.stored, segment.begin, numel))",
         "a rank reads the beginning of a stored tensor in place of its own part",
     ),
     "wrong row of scales": Mutant(
-        "lorashard/quantization/int8.py",
-        "values = numbers[first:last].float().mul_(scales[first:last]).mul_(_STEP)",
-        "values = numbers[first:last].float().mul_(scales[first:last].roll(1, 0)).mul_(_STEP)",
+        "lorashard/quantization/rowwise.py",
+        "out.copy_(codes.float().mul_(scales).mul_(_INT8_STEP))",
+        "out.copy_(codes.float().mul_(scales.roll(1, 0)).mul_(_INT8_STEP))",
         "a row is scaled by its neighbor's scale",
     ),
     "scales of another expert": Mutant(
@@ -102,14 +101,14 @@ MUTANTS: dict[str, Mutant] = {
         "self._unpack_scales(parts[1:], first, last)]",
         "self._unpack_scales(parts[1:], 0, last - first)]",
         "every expert is scaled as the first",
-        ("tests/unit/quantization/test_packed.py", "tests/unit/quantization/test_quantization_formats.py"),
+        ("tests/unit/quantization/test_quantized_weight.py", "tests/unit/quantization/test_quantization_formats.py"),
     ),
     "workspace given away": Mutant(
-        "lorashard/engine/packed.py",
-        "return value.clone() if any(workspace.holds(value) for workspace in workspaces) else value",
+        "lorashard/engine/placeholder.py",
+        "return value.clone() if _find_address(value) in reused else value",
         "return value",
-        "a view of unpacked numbers outlives the operation, and the next weight appears there",
-        ("tests/unit/quantization/test_packed.py",),
+        "a view of unpacked values outlives the operation, and the next weight appears there",
+        ("tests/unit/quantization/test_quantized_weight.py",),
     ),
     "adapter not broadcast": Mutant(
         "lorashard/api.py",
@@ -119,8 +118,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "dropout moved": Mutant(
         "lorashard/engine/engine.py",
-        "        unit.wait(self._stream)\n\n    def _start_gather",
-        "        unit.wait(self._stream)\n        torch.rand(1)\n\n    def _start_gather",
+        "        unit.wait(self._stream)\n\n    def _start_unshard",
+        "        unit.wait(self._stream)\n        torch.rand(1)\n\n    def _start_unshard",
         "dropout draws other masks than without sharding",
     ),
     "other rank's part": Mutant(
@@ -140,13 +139,13 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/engine/engine.py",
         "[check, self._group.num_gathers, self._hash],",
         "[check, self._group.num_gathers, 0],",
-        "ranks that gathered other units go on",
-        LIFECYCLE,
+        "ranks that gathered other units continue",
+        ("tests/unit/engine/test_passes.py", "-k", "distinguished"),
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
-        "if getattr(self, _INDEX_ATTRIBUTE) >= floor.lowest:",
-        "if getattr(self, _INDEX_ATTRIBUTE) > floor.lowest:",
+        "if floor.index_of[self] >= floor.lowest:",
+        "if floor.index_of[self] > floor.lowest:",
         "the lowest layer with an adapter gets no gradient",
     ),
     "head not quantized": Mutant(
@@ -157,9 +156,9 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/unit/model/test_quantizing.py",),
     ),
     "later adapter not broadcast": Mutant(
-        "lorashard/model/adding.py",
-        "    check_frozen(model)\n    share_adapters(model, known)",
-        "    check_frozen(model)",
+        "lorashard/model/added_adapters.py",
+        "        check_frozen(model)\n        share_adapters(model, known)",
+        "        check_frozen(model)",
         "each rank trains an adapter, added later, that it has drawn for itself",
         ("tests/distributed/model/test_peft_adding.py",),
     ),
@@ -203,7 +202,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/training/trainer.py",
         "return not self.args.save_only_model or bool(self._stop_signal) or self._saves_now",
         "return not self.args.save_only_model or bool(self._stop_signal)",
-        "no run goes on from a checkpoint that a person has asked for",
+        "no run resumes from a checkpoint that a person has asked for",
         ("tests/unit/training/test_trainer.py",),
     ),
     "step twice": Mutant(
@@ -224,7 +223,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/training/resume.py",
         "for step in sorted(set().union(*filter(None, everyone)), reverse=True):",
         "for step in sorted(set().union(*filter(None, everyone))):",
-        "a run goes on from the oldest checkpoint, and does its steps again",
+        "a run resumes from the oldest checkpoint, and does its steps again",
         ("tests/unit/training/test_resume.py",),
     ),
     "finished adapter lost": Mutant(
@@ -288,7 +287,7 @@ MUTANTS: dict[str, Mutant] = {
         "lorashard/launch/log_mirror.py",
         "self._file.seek(self._offset)",
         "self._file.seek(0)",
-        "a run that goes on shows the log of all that was before",
+        "a resumed run shows the log of all that was before",
         ("tests/e2e/launch/test_restarts.py",),
     ),
     "end said by who knows less": Mutant(
@@ -301,8 +300,8 @@ MUTANTS: dict[str, Mutant] = {
     # The loader
     "cast from the beginning": Mutant(
         "lorashard/weights/weights.py",
-        "offset = (run.begin + first) * stored.dtype.itemsize",
-        "offset = first * stored.dtype.itemsize",
+        "offset = segment.begin + first",
+        "offset = first",
         "a rank casts the beginning of a stored tensor in place of its own part",
         ("tests/unit/weights/test_weights.py", "-k", "cast"),
     ),
@@ -315,22 +314,22 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first part of a fused weight": Mutant(
         "lorashard/weights/segments.py",
-        "self.cut((end - size) * row_numel, end * row_numel)",
-        "self.cut(0, size * row_numel)",
+        "self.slice((end - size) * row_numel, end * row_numel)",
+        "self.slice(0, size * row_numel)",
         "what a fused tensor is split into begins with the same rows",
         ("tests/unit/weights/test_weights.py", "-k", "conversion"),
     ),
-    "numbers for scales": Mutant(
+    "values for scales": Mutant(
         "lorashard/model/sources.py",
-        "source.fill(weight, begin, end, staging, number)",
+        "source.fill(weight, begin, end, staging, part)",
         "source.fill(weight, begin, end, staging)",
-        "of a base that is stored quantized the numbers are taken for scales too",
+        "of a base that is stored quantized the values are taken for scales too",
         ("tests/distributed/weights/test_stored_bases.py",),
     ),
     "commit not compared": Mutant(
         "lorashard/model/loading.py",
-        "_check_commit(folder)  # the first collective",
-        "# the first collective",
+        "_check_commit(folder)\n",
+        "\n",
         "ranks load two commits of a model whose branch has moved",
         ("tests/distributed/weights/test_loading.py", "-k", "commit"),
     ),

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers.cli import LAUNCHER_VARIABLES, run_cli
@@ -14,21 +15,23 @@ from helpers.cli import LAUNCHER_VARIABLES, run_cli
 from lorashard.cli import main
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
-from lorashard.launch.launcher import check_output_dir, prepare_logs_dir
+from lorashard.launch.launcher import build_rank_command, check_output_dir, prepare_logs_dir
+from lorashard.runtime.devices import RUN_ID_PREFIX
 
 MISTAKES = (
     (["finetune", "--lerning_rate", "1"], "'learning_rate'?"),
     (["finetune", "--model", "m", "--output_dir", "o"], "--dataset"),
     (["finetune", "--config", "absent.yaml"], "absent.yaml"),
-    (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "--gpus"),
+    (["finetune", "--model", "m", "--dataset", "d", "--output_dir", "o", "--gpus", "99"], "gpus: "),
     (["preview", "--model", "m"], "--dataset"),
     (["validate", "--fsdp", "full_shard"], "shards the frozen"),
     (["fintune"], "No such command"),
     (["finetune", "--config"], "requires an argument"),
+    (["finetune", "--options_file", "of-a-rank.json"], "options_file"),
 )
 
 
-def test_help_and_mistakes_are_told_without_heavy_imports() -> None:
+def test_help_and_mistakes_are_printed_without_heavy_imports() -> None:
     """Catches an import at the top of a file that costs every call of the command line seconds.
 
     Also an option that nobody can find; and a traceback, a usage screen or a wrong exit code for a mistake.
@@ -89,28 +92,41 @@ def test_another_number_of_ranks_than_the_launchers_is_a_mistake(
 
     assert main([*finetune_words(tmp_path)[:-1], "3"]) == 2
     assert trained == []
-    assert "3 ranks" in capsys.readouterr().err
+    assert "lorashard: error: cpu: expected 2 " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("rank", "is_told_elsewhere", "lines"), [(0, True, 1), (1, True, 0), (1, False, 1)])
-def test_a_mistake_on_every_rank_is_said_once(
+def test_a_rank_takes_the_options_that_its_launcher_resolved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[RunConfig]
+) -> None:
+    """Catches a rank of lorashard's own launcher that trains with other options than those that were checked."""
+    enter_launcher(monkeypatch)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{RUN_ID_PREFIX}1")
+    config = RunConfig(model="m", dataset="d", output_dir=str(tmp_path / "out"), cpu=2, placement="host", max_steps=3)
+    command = build_rank_command("finetune", config, tmp_path)
+
+    assert main(command[command.index("lorashard") + 1 :]) == 0
+    assert trained == [config]
+
+
+@pytest.mark.parametrize(("rank", "is_recorded", "lines"), [(0, True, 1), (1, True, 0), (1, False, 1)])
+def test_a_mistake_on_every_rank_is_printed_once(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     trained: list[RunConfig],
     capsys: pytest.CaptureFixture[str],
     rank: int,
-    is_told_elsewhere: bool,
+    is_recorded: bool,
     lines: int,
 ) -> None:
-    """Catches the same line from each rank of torchrun, and a mistake of one rank that nobody hears of."""
+    """Catches the same line from each rank of torchrun, and a mistake of one rank that is not printed at all."""
     enter_launcher(monkeypatch, rank)
     note = tmp_path / "error.json"
-    if is_told_elsewhere:
+    if is_recorded:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(note))
 
     assert main([*finetune_words(tmp_path), "--lora_r", "many"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == lines
-    assert note.exists() == is_told_elsewhere
+    assert note.exists() == is_recorded
 
 
 def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
@@ -119,28 +135,15 @@ def test_a_crash_is_a_traceback_and_an_interrupt_is_quiet(
     """Catches a crash reported as the user's mistake, and Ctrl-C or a full disk as a crash."""
     enter_launcher(monkeypatch)
 
-    def fail(error: BaseException) -> None:
-        raise error
+    def fail_with(error: BaseException) -> str:
+        monkeypatch.setitem(sys.modules, "lorashard.training.train", SimpleNamespace(finetune=Mock(side_effect=error)))
+        return f"{main(finetune_words(tmp_path))} {capsys.readouterr().err}"
 
-    monkeypatch.setitem(
-        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(ValueError("boom")))
-    )
-    assert main(finetune_words(tmp_path)) == 1
-    stderr = capsys.readouterr().err
-    assert "Traceback" in stderr
-    assert stderr.splitlines()[-1] == "ValueError: boom"
-
-    monkeypatch.setitem(
-        sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(KeyboardInterrupt()))
-    )
-    assert main(finetune_words(tmp_path)) == 130
-    assert capsys.readouterr().err == ""
-
-    full = OSError(errno.ENOSPC, "No space left on device", "/cache/train.arrow")
-    monkeypatch.setitem(sys.modules, "lorashard.training.train", SimpleNamespace(finetune=lambda *_: fail(full)))
-    assert main(finetune_words(tmp_path)) == 2
-    stderr = capsys.readouterr().err
-    assert "/cache/train.arrow" in stderr and stderr.count("\n") == 1
+    crash = fail_with(ValueError("boom"))
+    assert crash.startswith("1 Traceback") and crash.splitlines()[-1] == "ValueError: boom"
+    assert fail_with(KeyboardInterrupt()) == "130 "
+    full = fail_with(OSError(errno.ENOSPC, "No space left on device", "/cache/train.arrow"))
+    assert full.startswith("2 lorashard: error: ") and "/cache/train.arrow" in full and full.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "adapter_model.safetensors", "checkpoint-10"])
@@ -148,12 +151,12 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path, name: str) -> None
     """Catches a run that is written over, and a resume or an overwrite that is not let through."""
     (tmp_path / name).mkdir()
     options = {"model": "m", "dataset": "d", "output_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=f"holds another run .{name}.*--resume_from_checkpoint"):
+    with pytest.raises(ConfigError, match=f"another run .*{name}.*--resume_from_checkpoint"):
         check_output_dir(RunConfig(**options))
     check_output_dir(RunConfig(**options, overwrite_output_dir=True))
     check_output_dir(RunConfig(**options, resume_from_checkpoint=True))
     check_output_dir(RunConfig(**options, resume_from_checkpoint=str(tmp_path / "checkpoint-10")))
-    with pytest.raises(ConfigError, match=f"holds another run .{name}"):
+    with pytest.raises(ConfigError, match=f"another run .*{name}"):
         check_output_dir(RunConfig(**options, resume_from_checkpoint="elsewhere/checkpoint-10"))
 
 
@@ -162,7 +165,7 @@ def test_a_folder_without_a_run_is_taken(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     check_output_dir(RunConfig(model="m", dataset="d", output_dir=str(tmp_path)))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match="a file"):
         check_output_dir(RunConfig(model="m", dataset="d", output_dir=str(tmp_path / "file")))
 
 

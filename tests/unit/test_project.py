@@ -204,7 +204,18 @@ def test_tests_share_helpers_alone_and_lie_in_folders() -> None:
         name for name, imported in sources.items() if any(stems & set(word.split(".")) for word in imported)
     } == set()
     loose = {path.name for folder in ("unit", "distributed") for path in (ROOT / "tests" / folder).glob("test_*.py")}
-    assert loose == {"test_cli.py", "test_pairwise.py", "test_project.py"}, "of the project as a whole are these alone"
+    assert loose == {"test_cli.py", "test_errors.py", "test_pairwise.py", "test_project.py"}, (
+        "of the project as a whole are these alone"
+    )
+
+
+def test_what_is_patched_on_models_is_in_one_table() -> None:
+    """A method that is replaced somewhere in the package, which whoever wonders about it has to search for."""
+    folder = ROOT / "lorashard/model"
+    table = (folder / "patches.py").read_text(encoding="utf-8").partition('"""\n\n')[0]
+    patching = re.compile(r"(?<!def )(?:wrap_method|extend_classes)\(|\.(?:__class__|forward) = ")
+    files = {path.name for path in folder.glob("*.py") if patching.search(path.read_text(encoding="utf-8"))}
+    assert files - {"patches.py"} == set(re.findall(r"`(\w+\.py)` \|", table))
 
 
 def test_each_promise_names_a_test_that_exists() -> None:

@@ -32,7 +32,7 @@ def find_disk(facts: Facts) -> Iterator[Alert]:
         takes = f", and a checkpoint takes {show_bytes(largest_bytes)}" if largest_bytes else ""
         sentence = (
             f"{show_bytes(facts.free_bytes)} are free on the disk of {facts.folder}{takes}: make room, or the next "
-            "ones are not written (the run goes on without them); save_total_limit keeps fewer"
+            "ones are not written (the run continues without them); save_total_limit keeps fewer"
         )
         yield Alert("disk", "warning", None, None, sentence, facts.now_s)
     refused: dict[tuple[str, int | None], Mapping[str, Any]] = {}

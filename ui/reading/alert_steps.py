@@ -150,7 +150,7 @@ def find_stall(facts: Facts) -> Iterator[Alert]:
     if facts.stopped_pids:
         pids = " ".join(map(str, facts.stopped_pids))
         yield Alert(
-            "stall", "warning", None, None, f"{sentence}: its processes are stopped: go on by kill -CONT {pids}"
+            "stall", "warning", None, None, f"{sentence}: its processes are stopped: resume them with kill -CONT {pids}"
         )
         return
     if behind:

@@ -16,7 +16,7 @@ class CheckpointRow:
     """A checkpoint.
 
     Attributes:
-        problem: why it cannot be gone on from, as far as the sizes of its files tell; None if it is whole.
+        problem: why it cannot be resumed from, as far as the sizes of its files tell; None if it is whole.
     """
 
     name: str

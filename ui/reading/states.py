@@ -147,11 +147,11 @@ def find_last_word(log: Path) -> str | None:
 
 
 def explain_resume(folder: Path) -> str:
-    """Say from where the run of a folder can be gone on with."""
+    """Say from where the run of a folder can be resumed."""
     newest = find_newest(folder)
     if newest is None:
         return "there is no complete checkpoint, so it begins anew when it is resumed"
-    return f"resume goes on from {newest.name}"
+    return f"resume resumes from {newest.name}"
 
 
 def _explain_death(folder: Path, status: dict[str, Any], phase: str, said_s: float, cause: str) -> str:

@@ -36,12 +36,11 @@ def _answer_preview(words: list[str], num_rows: int) -> list[dict[str, Any]]:
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path", "dataset"))
     with quick_imports():
-        from lorashard.config.data_options import DataOptions
         from lorashard.data.preview import preview
         from lorashard.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(**config.tokenizer_options())
-    return [dataclasses.asdict(row) for row in preview(DataOptions(**config.data_options()), tokenizer, num_rows)]
+    return [dataclasses.asdict(row) for row in preview(config.data_options(), tokenizer, num_rows)]
 
 
 def _answer_model(name: str, revision: str | None) -> str:

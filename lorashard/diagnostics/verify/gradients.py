@@ -6,19 +6,21 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers.utils import logging as transformers_logging
 
 from ... import api
-from ...config.placement import ResolvedPlacement, read_placement, resolve_placement
+from ...config.placement import ResolvedPlacement, resolve_placement
 from ...config.quantization_options import describe_quantization, read_quantization
 from ...config.use_options import VerifyOptions
 from ...export.quantized_base import dequantize_model
 from ...model.checkpointing import checkpoint_some
-from ...model.layer_major import split_layers
-from ...model.loading import choose_auto_class, load_sharded
+from ...model.loading import load_sharded
+from ...model.micro_batching import split_layers
+from ...model.skeleton import choose_auto_class
 from ...model.stacks import find_layers, name_units
 from ...planning.auto import BaseModel
 from ...planning.trace import Microbatch
@@ -28,10 +30,10 @@ from ...runtime.output import say
 from ...weights.first_layers import first_layers
 from ...weights.hub import resolve_folder
 from ...weights.model_config import read_model_config
-from .differences import Gradients, compare, judge, judge_reference
-from .memory import describe_fit, fit_layers, free
+from ..checks import Check, merge_ranks
+from .differences import Gradients, check_reference, compare
+from .memory import fit_layers, free
 from .rows import make_rows, settle_dtype
-from .verdicts import Verdict, agree, conclude
 
 _SEED = 0
 _LORA_R = 8
@@ -39,11 +41,13 @@ _ADAPTER_STD = 0.02
 _IGNORED_LABEL = -100
 
 
-def verify_gradients(options: VerifyOptions) -> None:
+def verify_gradients(options: VerifyOptions) -> tuple[dict[str, Any], list[Check]]:
     """Train one step without sharding on rank 0, then sharded on all ranks, on the same rows; compare.
 
+    Returns:
+        What was compared, for JSON, and the checks; the same on all ranks.
+
     Raises:
-        VerificationError: a gradient differs; on all ranks.
         UserError: there is no such model, or none of it fits.
 
     Ranks: run by every rank. Each computes on all rows, so that its gradients must be rank 0's, whatever the placement.
@@ -52,7 +56,7 @@ def verify_gradients(options: VerifyOptions) -> None:
     assert options.model_name_or_path is not None
     device = join_launch()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    placement = _resolve(options, world_size)
+    placement = resolve_placement(options, world_size, dist.find_node_size())
     folder = resolve_folder(options.model_name_or_path, options.model_revision)
     options = settle_dtype(options, device)
     dtype = getattr(torch, options.dtype)
@@ -72,12 +76,12 @@ def verify_gradients(options: VerifyOptions) -> None:
         layer_rows=options.layer_microbatch_size,
     )
     fit = fit_layers(described, microbatch, placement, device)
-    model_text = f"{options.model_name_or_path}, {describe_fit(fit)}"
+    model_text = f"{options.model_name_or_path}, {fit.describe()}"
     quantization = read_quantization(options.quantization)
     model_text += f", {describe_quantization(quantization)}" if quantization else ""
     say(rank, f"model: {model_text}")
     with _deterministic(device) as mode, ExitStack() as stack:
-        is_cut = fit.num_layers < fit.num_whole_layers
+        is_cut = fit.num_layers < fit.num_all_layers
         if is_cut:
             folder = stack.enter_context(first_layers(folder, fit.num_layers, options.trust_remote_code))
         reference = repeated = None
@@ -86,21 +90,16 @@ def verify_gradients(options: VerifyOptions) -> None:
             reference, repeated = _run_plain(folder, options, placement, device)
         say(rank, f"sharded: the same step, placement {placement.placement}")
         found, num_gathers = _run_sharded(folder, options, placement, device, is_cut)
-        comparison = compare(found, reference, device)
+        compared = compare(found, reference, fit.num_layers, device)
     sharded_text = f"placement {placement.placement}, {world_size} ranks, {num_gathers} gathers on each"
-    verdicts = [
-        Verdict("model", model_text, facts={"num_layers": fit.num_layers, "num_whole_layers": fit.num_whole_layers}),
-        Verdict("sharded", sharded_text, facts={"num_gathers": num_gathers}),
+    checks = [
+        Check.passed("model", model_text, num_layers=fit.num_layers, num_whole_layers=fit.num_all_layers),
+        Check.passed("sharded", sharded_text, num_gathers=num_gathers),
+        check_reference(reference, repeated, mode),
+        compared,
     ]
-    verdicts.append(judge_reference(reference, repeated, mode))
-    verdicts.append(judge(comparison, fit.num_layers))
     subject = {"model": options.model_name_or_path, "placement": placement.placement, "world_size": world_size}
-    conclude(subject, agree(verdicts), options.as_json)
-
-
-def _resolve(options: VerifyOptions, world_size: int) -> ResolvedPlacement:
-    asked = read_placement(**options.placement_options())
-    return resolve_placement(asked, world_size, dist.find_node_size())
+    return subject, merge_ranks(dist.gather_objects(checks))
 
 
 def _make_lora() -> LoraConfig:
@@ -109,7 +108,7 @@ def _make_lora() -> LoraConfig:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[str]:
-    """Have CUDA's kernels repeat themselves where they can; give what to say of it."""
+    """Use CUDA's deterministic kernels where there are some; yield words that describe the mode."""
     if device.type != "cuda":
         yield ""
         return
@@ -127,9 +126,9 @@ def _run_plain(
 ) -> tuple[Gradients, Gradients]:
     """Return the gradients of transformers' own model with PEFT's own adapter, of two runs.
 
-    A base that is to be quantized has the plain weights that its quantized ones unpack to.
+    A base that is to be quantized has the dequantized weights instead.
     """
-    with _quiet_transformers():  # which would list every tensor of the layers that are left out
+    with _quiet_transformers():  # it would list every tensor of the layers that are left out
         config = read_model_config(folder, options.trust_remote_code)
         base = choose_auto_class(config, TaskType.CAUSAL_LM).from_pretrained(
             folder,
@@ -175,7 +174,7 @@ def _run_sharded(
 
 
 def _prepare(model: PeftModel, placement: ResolvedPlacement) -> None:
-    """Give the adapter its seeded values, and train as `finetune` would: activation checkpointing on."""
+    """Fill the adapter with seeded values, and set the model up as `finetune` does: activation checkpointing is on."""
     name_units(model, placement.unit_paths)
     if placement.layer_microbatch_size is not None:
         split_layers(find_layers(model), placement.layer_microbatch_size)
@@ -195,7 +194,7 @@ def _prepare(model: PeftModel, placement: ResolvedPlacement) -> None:
 
 
 def _differentiate(model: PeftModel, options: VerifyOptions, device: torch.device) -> Gradients:
-    """Return the gradient of every adapter parameter, on the host, and forget them in the model."""
+    """Return the gradient of every adapter parameter, on the host, and clear them in the model."""
     vocab_size = model.get_base_model().config.get_text_config().vocab_size
     input_ids = torch.tensor(make_rows(options.num_rows, options.max_length, vocab_size))  # [rows, tokens]
     labels = input_ids.clone()

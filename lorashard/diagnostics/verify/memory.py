@@ -1,20 +1,23 @@
-"""How much of a model fits as a whole beside its gradients, and memory given back between two models."""
+"""How many layers of a model fit in memory, unsharded and sharded, by the planner's formula."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...config.placement import ResolvedPlacement
-from ...errors import ConfigError, UserError
+from ...errors import ConfigError
 from ...planning.auto import BaseModel
+from ...planning.memory import count_adapter_bytes, place_base
 from ...planning.probe import measure_free_bytes
-from ...planning.size import ModelSize, measure_model
+from ...planning.size import measure_model
 from ...planning.trace import Microbatch, trace
 from ...runtime import dist
-from ...runtime.launch_env import read_launcher_env
+from ...runtime.agreement import raise_on_all_ranks
+from ...runtime.disk import show_bytes
 
 _HEADROOM_BYTES = 2**30
 
@@ -24,107 +27,85 @@ class Fit:
     """How many decoder layers are compared.
 
     Attributes:
-        whole_bytes: what comparing all of them would take, at the fullest moment.
-        note: what the arithmetic does not know.
+        needed_bytes: what comparing all layers would take at its peak.
+        note: what the estimate leaves out.
     """
 
     num_layers: int
-    num_whole_layers: int
-    whole_bytes: int
+    num_all_layers: int
+    needed_bytes: int
     free_bytes: int
     note: str | None = None
+
+    def describe(self) -> str:
+        """Return in words how much of the model is compared."""
+        text = f"all {self.num_layers} layers"
+        if self.num_layers < self.num_all_layers:
+            needed, free = show_bytes(self.needed_bytes), show_bytes(self.free_bytes)
+            layers = f"{self.num_layers} of {self.num_all_layers} layers"
+            text = f"its first {layers}: all would take {needed}, {free} are free"
+        return f"{text} ({self.note})" if self.note else text
 
 
 def fit_layers(base: BaseModel, microbatch: Microbatch, placement: ResolvedPlacement, device: torch.device) -> Fit:
     """Return how many layers fit, unsharded on rank 0 and then sharded on all ranks; the same on all ranks.
 
     Raises:
-        UserError: not even one layer does, or the model cannot be found.
+        UserError: not even one layer fits, or the model cannot be found.
 
-    Ranks: collective over all ranks; rank 0 reckons.
+    Ranks: collective over all ranks; rank 0 computes.
     """
     free_bytes = min(dist.gather_objects(measure_free_bytes(device, 1)))
-    outcome: Fit | UserError | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome = _fit(base, microbatch, placement, device.type, free_bytes)
-        except UserError as error:
-            outcome = error
-    outcome = dist.broadcast_object(outcome)
-    if isinstance(outcome, UserError):
-        raise outcome
-    assert outcome is not None
-    return outcome
+    ranks_per_node = dist.find_node_size() or dist.get_world_size()
+    ranks_on_device = ranks_per_node if device.type == "cpu" else 1
+    fit = raise_on_all_ranks(
+        lambda: _fit(base, microbatch, placement, device.type, free_bytes, ranks_on_device), on_rank=0
+    )
+    fit = dist.broadcast_object(fit)
+    assert fit is not None
+    return fit
 
 
 def _fit(
-    base: BaseModel, microbatch: Microbatch, placement: ResolvedPlacement, device_type: str, free_bytes: int
+    base: BaseModel,
+    microbatch: Microbatch,
+    placement: ResolvedPlacement,
+    device_type: str,
+    free_bytes: int,
+    ranks_on_device: int,
 ) -> Fit:
-    env = read_launcher_env()
-    ranks_per_node = (env and env.local_world_size) or dist.get_world_size()
-    ranks_on_device = ranks_per_node if device_type == "cpu" else 1
     size = measure_model(base.build(placement.unit_paths))
-    note = None
+    num_layers = len(size.layers)
+    activation_bytes, note = 0, None
     try:
         activation_bytes = trace(base.build(placement.unit_paths), microbatch).peak_bytes
     except ConfigError as error:
-        activation_bytes, note = 0, f"activations could not be foreseen: {error}"
-    beside_bytes = activation_bytes + 2 * size.adapter_bytes  # each adapter parameter has a gradient
+        note = f"activations are not counted: {error}"
+    unsharded = replace(placement, placement="replicate", group_size=1, resident_layers="all")
+    resident = placement.resident_layers
 
-    def measure(num_layers: int) -> int:
-        plain_bytes = _base_bytes(size, num_layers) + beside_bytes
-        sharded_bytes = _rest_bytes(size, num_layers, placement, device_type) + beside_bytes
-        return max(plain_bytes, ranks_on_device * sharded_bytes)
+    def measure(count: int) -> int:
+        """Return the peak of `count` layers: of the unsharded model, or of the ranks that share a device."""
+        part = size.first_layers(count)
+        sharded = replace(placement, resident_layers=resident if resident == "all" else min(resident, count))
+        beside_bytes = activation_bytes + count_adapter_bytes(part, "sgd", 1)  # no step is taken, and none reduced
+        alone, each = (place_base(part, chosen, device_type).device_bytes for chosen in (unsharded, sharded))
+        return max(alone + beside_bytes, ranks_on_device * (each + beside_bytes))
 
-    total = len(size.layers)
-    fitting = [count for count in range(1, total + 1) if measure(count) <= free_bytes - _HEADROOM_BYTES]
-    if not fitting:
+    num_fitting = bisect_right(range(1, num_layers + 1), free_bytes - _HEADROOM_BYTES, key=measure)
+    if not num_fitting:
         raise ConfigError(
-            f"{base.model_name_or_path}: the embedding, one layer and the head take {_gib(measure(1))} with "
-            f"activations, and {_gib(free_bytes)} are free (1 GiB of it for the rest): nothing can be compared with an "
-            "unsharded model here; give fewer --num_rows, or free memory"
+            "nothing can be compared with an unsharded model here",
+            where=base.model_name_or_path,
+            expected=f"{show_bytes(measure(1) + _HEADROOM_BYTES)} for the embedding, one layer and the head",
+            found=f"{show_bytes(free_bytes)} free",
+            fix="give fewer --num_rows, or free memory",
         )
-    return Fit(fitting[-1], total, measure(total), free_bytes, note)
-
-
-def _base_bytes(size: ModelSize, num_layers: int) -> int:
-    layers = size.layers[:num_layers]
-    return sum(unit.total_bytes(1) for unit in size.units if unit not in size.layers or unit in layers)
-
-
-def _rest_bytes(size: ModelSize, num_layers: int, placement: ResolvedPlacement, device_type: str) -> int:
-    """Return what a rank holds of the sharded base where it computes: shards, resident layers and slots."""
-    base_bytes = _base_bytes(size, num_layers)
-    if placement.placement == "replicate" or placement.resident_layers == "all":
-        return base_bytes
-    if placement.placement == "file" and device_type == "cpu":
-        return 0  # pages of the files, which the kernel drops when it must
-    layer_bytes = max(unit.total_bytes(1) for unit in size.layers)
-    other_bytes = max((unit.total_bytes(1) for unit in size.units if unit not in size.layers), default=0)
-    is_elsewhere = placement.placement == "file" or (placement.placement == "host" and device_type == "cuda")
-    shard_bytes = 0 if is_elsewhere else base_bytes // placement.group_size
-    num_whole = min(placement.resident_layers, num_layers) + 2 + placement.prefetch
-    return shard_bytes + num_whole * layer_bytes + other_bytes
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def describe_fit(fit: Fit) -> str:
-    """Say in words how much of the model is compared."""
-    if fit.num_layers == fit.num_whole_layers:
-        text = f"whole, {fit.num_layers} layers"
-    else:
-        text = (
-            f"its first {fit.num_layers} of {fit.num_whole_layers} layers: all would take {_gib(fit.whole_bytes)}, "
-            f"{_gib(fit.free_bytes)} are free"
-        )
-    return f"{text} ({fit.note})" if fit.note else text
+    return Fit(num_fitting, num_layers, measure(num_layers), free_bytes, note)
 
 
 def free(device: torch.device) -> None:
-    """Give back the memory of a model that nobody holds any more; its hooks and modules hold one another."""
+    """Free the memory of a model that has no owner left; its hooks and modules reference one another."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`lorashard verify`: every fault that it is there for, made on purpose, on ranks that must all notice."""
+"""`lorashard verify`: every fault that it looks for, made on purpose, on ranks that must all notice."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from lorashard.diagnostics.verify import adapter as of_adapter
 from lorashard.diagnostics.verify import gradients, memory, verify
 from lorashard.diagnostics.verify.rows import compute_logits
 from lorashard.engine import DeviceHome
-from lorashard.errors import UserError, VerificationError
+from lorashard.errors import CheckpointError, ConfigError, LorashardError, VerificationError
 from lorashard.runtime.output import RESULT_FILE_VARIABLE
-from lorashard.weights.fingerprint import BaseIdentity, sign_adapter
+from lorashard.weights.fingerprint import ADAPTER_NAME, BaseIdentity, describe_base
 from lorashard.weights.first_layers import cut_config, first_layers
 
 GIB = 2**30
 LAYERS = 3
 NUM_GRADIENTS = LAYERS * 7 * 2
-Outcome = tuple[str, dict[str, Any]]
+Outcome = tuple[LorashardError | None, dict[str, Any]]
 
 
 def save_adapter(base: Path, folder: Path, seed: int = 0, std: float = 0.03) -> PeftModel:
@@ -52,7 +52,8 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, std: float = 0.03) -> 
             if parameter.requires_grad:
                 parameter.normal_(std=std)
     model.save_pretrained(folder)
-    sign_adapter(folder, BaseIdentity.of(list(base.glob("*.safetensors"))))
+    file, identity = folder / ADAPTER_NAME, BaseIdentity.of(list(base.glob("*.safetensors")))
+    save_file(load_file(file), file, describe_base(identity))
     return model
 
 
@@ -70,39 +71,42 @@ def verify_here(rank: int, result: Path, *words: object) -> Outcome:
     """Verify on this rank; return the error and, on rank 0, what was found."""
     os.environ[RESULT_FILE_VARIABLE] = str(result)
     dtype = [] if "--dtype" in words else ["--dtype", "float32"]
+    error = None
     try:
         verify(VerifyOptions.read([*map(str, words), *dtype, "--json"]))
-        message = ""
-    except (VerificationError, UserError) as error:
-        message = f"{type(error).__name__}: {error}"
+    except LorashardError as raised:
+        error = raised
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
     found = json.loads(result.read_text()) if rank == 0 and result.exists() else {}
     result.unlink(missing_ok=True)
-    return message, found
+    assert rank or bool(found) == (error is None or isinstance(error, VerificationError))
+    assert not found or found["is_right"] == (error is None)
+    return error, found
 
 
-def verify_on_ranks(task: Path, *words: object, world_size: int = 2) -> Outcome:
-    """Verify on ranks, of which none may wait for ever, and which must all say the same."""
+def verify_on_ranks(task: Path, *words: object) -> Outcome:
+    """Verify on two ranks, which must not wait for each other forever, and must raise the same."""
 
     def body(rank):
         return verify_here(rank, task / f"result-{rank}", *words)
 
-    outcomes = run_ranks(body, world_size)
-    assert len({message for message, _ in outcomes}) == 1
+    outcomes = run_ranks(body, 2)
+    assert len({repr(error) + str(error) for error, _ in outcomes}) == 1
     return outcomes[0]
 
 
-def say_wrong(found: dict[str, Any]) -> dict[str, str]:
+def find_wrong(found: dict[str, Any]) -> dict[str, str]:
+    """Return the verdicts of the checks that failed."""
     return {name: check["verdict"] for name, check in found["checks"].items() if not check["is_right"]}
 
 
 @pytest.mark.parametrize("placement", ["shard", *map(slow, ("auto", "host", "file", "replicate"))])
 def test_good_adapter_and_merged_model_pass(task, placement):
-    """A check that cries wolf is switched off; and the merged model must rest as the base did."""
+    """A check that reports faults where there are none; and a merged model under another placement than the base."""
     options = ["--merged", task / "merged", "--placement", placement]
-    message, found = verify_on_ranks(task, task / "adapter", *options)
-    assert message == "" and found["is_right"]
+    error, found = verify_on_ranks(task, task / "adapter", *options)
+    assert error is None
     assert str(NUM_GRADIENTS) in found["checks"]["keys"]["verdict"]
     assert found["checks"]["base"]["is_same"]
     merged = found["checks"]["merged logits"]
@@ -110,79 +114,63 @@ def test_good_adapter_and_merged_model_pass(task, placement):
     assert found["checks"]["logits"]["difference_from_base"] > 0.1 and merged["difference_from_base"] > 0.1
 
 
-def zero_all(tensors):
-    return tensors | {name: tensor * 0 for name, tensor in tensors.items() if "lora_B" in name}
-
-
-def put_nan(tensors):
-    name = "base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight"
-    tensors[name][0, 0] = torch.nan
-    return tensors
-
-
-def drop_one(tensors):
-    del tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"]
-    return tensors
-
-
-def add_prefix(tensors):
-    return {name.replace("model.layers", "model._orig_mod.layers"): tensor for name, tensor in tensors.items()}
-
-
-def add_stranger(tensors):
-    return tensors | {"base_model.model.model.layers.9.self_attn.v_proj.lora_A.weight": torch.ones(4, 32)}
-
-
-def empty(tensors):
-    return {}
+QUERY_A = "base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight"
+CHANGES = {
+    "zero": lambda tensors: {name: t * 0 if "lora_B" in name else t for name, t in tensors.items()},
+    "nan": lambda tensors: tensors | {QUERY_A: tensors[QUERY_A] * torch.nan},
+    "one less": lambda tensors: {name: tensor for name, tensor in tensors.items() if name != QUERY_A},
+    "prefix": lambda tensors: {k.replace("model.layers", "model._orig_mod.layers"): t for k, t in tensors.items()},
+    "one more": lambda tensors: tensors | {QUERY_A.replace("layers.2", "layers.9"): torch.ones(4, 32)},
+    "none": lambda tensors: {},
+}
 
 
 @pytest.mark.parametrize(
     "change, check, words",
     [
-        (zero_all, "learned", "lora_B"),
-        (put_nan, "files", "layers.2.self_attn.q_proj.lora_A.weight"),
-        (drop_one, "keys", "layers.1.self_attn.v_proj"),
-        (add_prefix, "files", "_orig_mod"),
-        (add_stranger, "keys", "layers.9.self_attn.v_proj"),
-        (empty, "files", "no tensors"),
+        ("zero", "learned", "lora_B"),
+        ("nan", "files", "layers.2.self_attn.q_proj.lora_A.weight"),
+        ("one less", "keys", "layers.2.self_attn.q_proj"),
+        ("prefix", "files", "_orig_mod"),
+        ("one more", "keys", "layers.9.self_attn.q_proj"),
+        ("none", "files", "no tensors"),
     ],
 )
 def test_broken_tensors_are_found(task, tmp_path, change, check, words):
-    """Plain PEFT loads each of these with at most a warning, and talks."""
+    """Plain PEFT loads each of these with at most a warning, and answers."""
     save_adapter(task / "base", tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-    message, found = verify_here(0, tmp_path / "result", tmp_path / "adapter")
-    assert words in say_wrong(found)[check] and not found["is_right"]
-    assert message.startswith(f"VerificationError: {check}: ") and "logits" not in found["checks"]
+    save_file(CHANGES[change](load_file(file)), file, metadata={"format": "pt"})
+    error, found = verify_here(0, tmp_path / "result", tmp_path / "adapter")
+    assert words in find_wrong(found)[check]
+    assert error.where == check and "logits" not in found["checks"]
 
 
-@pytest.mark.parametrize("fault", ["no weights", "no config", "truncated", "bad config"])
-def test_incomplete_folder_is_found(task, tmp_path, fault):
-    """A copy that was cut short is a fault of the adapter, not of the person who asks."""
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("adapter_model.safetensors", None),
+        ("adapter_config.json", None),
+        ("adapter_model.safetensors", b"\x08"),
+        ("adapter_config.json", b"{"),
+    ],
+)
+def test_incomplete_folder_is_found(task, tmp_path, name, content):
+    """A copy that was cut short is a fault of the adapter, and no mistake in the command."""
     save_adapter(task / "base", tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    config = tmp_path / "adapter" / "adapter_config.json"
-    if fault == "no weights":
-        file.unlink()
-    elif fault == "no config":
-        config.unlink()
-    elif fault == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-    else:
-        config.write_text("{")
-    message, found = verify_here(0, tmp_path / "result", tmp_path / "adapter")
-    assert message.startswith("VerificationError: files: ") and list(say_wrong(found)) == ["files"]
+    file = tmp_path / "adapter" / name
+    file.unlink() if content is None else file.write_bytes(content)
+    error, found = verify_here(0, tmp_path / "result", tmp_path / "adapter")
+    assert error.where == "files" and list(find_wrong(found)) == ["files"]
 
 
 def test_adapter_that_does_nothing_is_found(task, tmp_path):
-    """Tensors that are no zeros, and logits that are the base's: a scale of zero, a lora_A that underflowed."""
+    """Tensors that are not zero, and logits that are the base's: a scale of zero, a lora_A that underflowed."""
     save_adapter(task / "base", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 0}))
-    message, found = verify_on_ranks(tmp_path, tmp_path / "adapter", "--placement", "shard")
-    assert list(say_wrong(found)) == ["logits"] and "logits" in message
+    error, found = verify_on_ranks(tmp_path, tmp_path / "adapter", "--placement", "shard")
+    assert list(find_wrong(found)) == ["logits"] and error.where == "logits"
 
 
 def test_another_base_is_found_and_can_be_allowed(task, tmp_path):
@@ -190,25 +178,28 @@ def test_another_base_is_found_and_can_be_allowed(task, tmp_path):
     save_adapter(task / "base", tmp_path / "adapter")
     build_base(rms_norm_eps=1e-3, num_hidden_layers=LAYERS).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     words = [tmp_path / "adapter", "--base", tmp_path / "base"]
-    message, found = verify_here(0, tmp_path / "result", *words)
-    assert "another base" in say_wrong(found)["base"] and message.startswith("VerificationError")
-    message, found = verify_here(0, tmp_path / "result", *words, "--allow_base_mismatch")
-    assert message == "" and found["checks"]["base"]["is_same"] is False
+    error, found = verify_here(0, tmp_path / "result", *words)
+    assert list(find_wrong(found)) == ["base"] and error.where == "base"
+    error, found = verify_here(0, tmp_path / "result", *words, "--allow_base_mismatch")
+    assert error is None and found["checks"]["base"]["is_same"] is False
 
 
 def test_base_of_another_shape_is_found(task, tmp_path):
     """PEFT's own error is a page of shapes; modules that the base has not are another one."""
     save_adapter(task / "base", tmp_path / "adapter")
     build_base(num_hidden_layers=2).save_pretrained(tmp_path / "shallow")
-    message, found = verify_here(0, tmp_path / "result", tmp_path / "adapter", "--base", tmp_path / "shallow")
-    assert "layers.2" in say_wrong(found)["keys"] and "another base" in say_wrong(found)["base"]
+    wrong = find_wrong(verify_here(0, tmp_path / "result", tmp_path / "adapter", "--base", tmp_path / "shallow")[1])
+    assert "layers.2" in wrong["keys"] and "base" in wrong
 
 
-@pytest.mark.parametrize("merged, words", [("base", "bit for bit"), ("merged-another", "too much")])
-def test_wrong_merged_model_is_found(task, merged, words):
-    """A merge that wrote the base, or the adapter before last, is whole and fluent."""
-    message, found = verify_here(0, task / "result", task / "adapter", "--merged", task / merged)
-    assert words in say_wrong(found)["merged logits"] and words in message
+@pytest.mark.parametrize("merged", ["base", "merged-another"])
+def test_wrong_merged_model_is_found(task, merged):
+    """A merge that wrote the base, or the adapter before last, is complete and fluent."""
+    error, found = verify_here(0, task / "result", task / "adapter", "--merged", task / merged)
+    check = found["checks"]["merged logits"]
+    assert error.where == "merged logits" and not check["is_right"]
+    assert check["difference_from_adapter"] > check["tolerance"]
+    assert (check["difference_from_base"] == 0) == (merged == "base")
 
 
 def test_merge_of_another_faint_adapter_is_found(task, tmp_path):
@@ -217,9 +208,10 @@ def test_merge_of_another_faint_adapter_is_found(task, tmp_path):
     other = save_adapter(task / "base", tmp_path / "other", seed=1, std=0.004)
     other.merge_and_unload().save_pretrained(tmp_path / "merged")
     words = [tmp_path / "faint", "--merged", tmp_path / "merged", "--tolerance", 0.0625]
-    message, found = verify_here(0, tmp_path / "result", *words)
-    assert found["checks"]["merged logits"]["difference_from_adapter"] < 0.0625
-    assert "nearer" in message
+    error, found = verify_here(0, tmp_path / "result", *words)
+    check = found["checks"]["merged logits"]
+    assert check["difference_from_base"] < check["difference_from_adapter"] < 0.0625
+    assert error.where == "merged logits"
 
 
 def test_incomplete_merged_model_is_found(task, tmp_path):
@@ -230,11 +222,11 @@ def test_incomplete_merged_model_is_found(task, tmp_path):
     tensors = load_file(file)
     del tensors["model.layers.2.mlp.down_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    message, found = verify_on_ranks(task, task / "adapter", "--merged", tmp_path / "merged")
-    assert "model.layers.2.mlp.down_proj.weight" in say_wrong(found)["merged files"]
+    _, found = verify_on_ranks(task, task / "adapter", "--merged", tmp_path / "merged")
+    assert "model.layers.2.mlp.down_proj.weight" in find_wrong(found)["merged files"]
 
 
-def test_fault_of_one_rank_ends_all_of_them(task):
+def test_a_fault_on_one_rank_ends_all_of_them(task):
     """A rank that stops alone leaves the others in their next gather until a timeout."""
 
     def body(rank):
@@ -244,8 +236,8 @@ def test_fault_of_one_rank_ends_all_of_them(task):
         words = [task / "adapter", "--merged", task / "merged", "--placement", "shard"]
         return verify_here(rank, task / f"result-{rank}", *words)[0]
 
-    for message in run_ranks(body, 2):
-        assert message.startswith("VerificationError: logits: rank 1: ") and "NaN" in message
+    for error in run_ranks(body, 2):
+        assert error.where == "logits" and "rank 1" in error.problem
 
 
 @pytest.mark.slow
@@ -255,9 +247,9 @@ def test_rounding_of_a_deep_merge_is_within_the_tolerance(tmp_path):
     model = save_adapter(tmp_path / "base", tmp_path / "adapter")
     model.to(torch.bfloat16).merge_and_unload().save_pretrained(tmp_path / "merged")
     words = [tmp_path / "adapter", "--merged", tmp_path / "merged", "--dtype", "bfloat16"]
-    message, found = verify_here(0, tmp_path / "result", *words)
+    error, found = verify_here(0, tmp_path / "result", *words)
     merged = found["checks"]["merged logits"]
-    assert message == "" and merged["tolerance"] == 0.0625 and 1e-3 < merged["difference_from_adapter"] < 0.0625 / 2
+    assert error is None and merged["tolerance"] == 0.0625 and 1e-3 < merged["difference_from_adapter"] < 0.0625 / 2
 
 
 def test_rows_of_other_lengths_do_not_change_a_row():
@@ -270,7 +262,7 @@ def test_rows_of_other_lengths_do_not_change_a_row():
 
 
 def test_first_model_is_gone_when_the_second_comes(task, tmp_path, monkeypatch):
-    """Two models at once, where one fits by a hair, end in the middle of the check."""
+    """Two models in memory at once, where one barely fits, end the check in the middle."""
     first: list[weakref.ref] = []
     is_left: list[bool] = []
 
@@ -282,7 +274,7 @@ def test_first_model_is_gone_when_the_second_comes(task, tmp_path, monkeypatch):
         return compute_logits(model, *args)
 
     monkeypatch.setattr(of_adapter, "compute_logits", compute)
-    assert verify_here(0, tmp_path / "result", task / "adapter", "--merged", task / "merged")[0] == ""
+    assert verify_here(0, tmp_path / "result", task / "adapter", "--merged", task / "merged")[0] is None
     assert is_left == [False, False]
 
 
@@ -291,8 +283,8 @@ def write_rows(path: Path, row: dict[str, str]) -> Path:
     return path
 
 
-def test_rows_are_the_datasets_the_runs_or_made_up(task, tmp_path):
-    """Made-up tokens in the place of rows that a person named would be a silent fallback."""
+def test_rows_are_the_datasets_the_runs_or_random(task, tmp_path):
+    """Random tokens in place of a dataset that was given would be a silent fallback."""
     run = tmp_path / "run"
     save_adapter(task / "base", run)
     make_tokenizer(["<pad>", "</s>", *["what", "is", "it", "the", "capital", "of", "France"]]).save_pretrained(run)
@@ -301,27 +293,27 @@ def test_rows_are_the_datasets_the_runs_or_made_up(task, tmp_path):
     (run / "config.yaml").write_text(f"dataset: {of_run}\nmax_length: 7\nlearning_rate: 1\n")
 
     def find_rows(*words):
-        message, found = verify_here(0, tmp_path / "result", run, *words)
-        return message or found["checks"]["rows"]["verdict"]
+        error, found = verify_here(0, tmp_path / "result", run, *words)
+        return str(error) if error else found["checks"]["rows"]["verdict"]
 
     assert find_rows("--dataset", mine, "--num_rows", 3).endswith(f"of {mine}")
     of_the_run = find_rows("--max_length", 10)
     assert of_the_run.startswith("4 of 40 tokens") and of_the_run.endswith(str(of_run))
     of_run.unlink()
-    assert "made up" in find_rows() and "cannot be read" in find_rows()
+    assert "random" in find_rows() and str(of_run) in find_rows()
     assert "nowhere.jsonl" in find_rows("--dataset", tmp_path / "nowhere.jsonl")
     (run / "config.yaml").unlink()
-    assert find_rows().endswith("made up")
+    assert find_rows().endswith("random tokens")
 
 
 @pytest.mark.parametrize(
     "words", [["adapter-nowhere"], ["adapter", "--merged", "nowhere"], ["adapter", "--base", "nowhere"]]
 )
-def test_what_is_not_there_is_the_persons_mistake(task, words):
+def test_a_missing_folder_is_a_mistake_in_the_command(task, words):
     """Exit code 2, not 1: nothing was found to be wrong."""
     words = [word if word.startswith("--") else task / word for word in words]
-    message, found = verify_here(0, task / "result", *words)
-    assert "CheckpointError" in message and "nowhere" in message and not found
+    error, _ = verify_here(0, task / "result", *words)
+    assert isinstance(error, CheckpointError) and "nowhere" in str(error)
 
 
 PIECES = ["--placement", "host", "--prefetch", "2"]
@@ -336,7 +328,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("cases, num_split", [([PIECES], 2), slow(OTHERS, 0)], ids=["sharded", "others"])
 def test_gradients_of_a_model_are_equal(task, cases, num_split):
-    """The reference must be made as the sharded model is, or every difference would be the engine's fault."""
+    """A reference that is not set up like the sharded model: the engine would be blamed for every difference."""
 
     def body(rank):
         split, original = [], gradients.split_layers
@@ -345,10 +337,11 @@ def test_gradients_of_a_model_are_equal(task, cases, num_split):
 
     (outcomes, split), (others, _) = run_ranks(body, 2)
     assert split == [1] * num_split, "layer-major on one side only, or on none"
-    assert [message for message, _ in (*outcomes, *others)] == [""] * 2 * len(cases)
+    assert [error for error, _ in (*outcomes, *others)] == [None] * 2 * len(cases)
     for words, (_, found) in zip(cases, outcomes, strict=True):
-        verdict = found["checks"]["gradients"]["verdict"]
-        assert verdict.startswith("equal") and f"{NUM_GRADIENTS} gradients of {LAYERS} layers" in verdict
+        check = found["checks"]["gradients"]
+        assert (check["num_gradients"], check["num_differing"]) == (NUM_GRADIENTS, 0)
+        assert found["checks"]["model"]["num_layers"] == LAYERS
         num_gathers = found["checks"]["sharded"]["num_gathers"]
         assert num_gathers > LAYERS if words[1] in ("shard", "host") else num_gathers == 0
 
@@ -375,16 +368,15 @@ def flip_a_byte(home_class: type, call: int) -> None:
 
 
 def test_one_flipped_byte_of_a_gather_is_found(task):
-    """The loss stays healthy; and the first gradient that differs tells where to look."""
+    """The loss stays healthy; and the first gradient that differs says where to look."""
 
     def body(rank):
         if rank == 1:
             flip_a_byte(DeviceHome, LAYERS + 2)  # the first in backward
         return verify_model_here(rank, task, task / "base", "--placement", "shard", "--prefetch", 0)
 
-    (message, found), (other, _) = run_ranks(body, 2)
-    assert message == other and message.startswith("VerificationError: gradients: rank 1: ")
-    assert not found["is_right"]
+    (error, found), (other, _) = run_ranks(body, 2)
+    assert str(error) == str(other) and error.where == "gradients" and "rank 1" in error.problem
     check = found["checks"]["gradients"]
     assert 0 < check["num_differing"] <= NUM_GRADIENTS // 2 and check["largest_difference"] > 0
     assert check["first"] in check["verdict"] and "layers.0.self_attn.q_proj.lora_A" in check["first"]
@@ -395,18 +387,18 @@ def test_kernels_that_do_not_repeat_themselves_are_named(task, monkeypatch):
     forward = LlamaMLP.forward
     factors = itertools.count(1)
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, hidden) * next(factors))
-    message, found = verify_model_here(0, task, task / "base")
-    assert message.startswith("VerificationError: reference: ") and "reference" in say_wrong(found)
+    error, _ = verify_model_here(0, task, task / "base")
+    assert error.where == "reference"
 
 
 def leave_no_room_for_the_last_layer() -> None:
-    """Let one byte be missing for the whole model."""
+    """Leave one byte too few for all layers."""
     original = gradients.fit_layers
 
     def fit_layers(*args):
         memory.measure_free_bytes = lambda *_: 2**60
-        whole_bytes = original(*args).whole_bytes
-        memory.measure_free_bytes = lambda *_: whole_bytes + GIB - 1
+        needed_bytes = original(*args).needed_bytes
+        memory.measure_free_bytes = lambda *_: needed_bytes + GIB - 1
         return original(*args)
 
     gradients.fit_layers = fit_layers
@@ -416,8 +408,8 @@ def leave_no_room_for_the_last_layer() -> None:
     "kind, placement",
     [("qwen3", "shard"), slow("llama-tied", "file"), slow("mixtral", "shard"), slow("mixtral", "file")],
 )
-def test_first_layers_are_compared_where_the_whole_does_not_fit(tmp_path, kind, placement):
-    """A model that is too large is when one needs this most; lists with an item a layer must be cut with it."""
+def test_first_layers_are_compared_where_all_do_not_fit(tmp_path, kind, placement):
+    """A large model is refused, or cut without the lists in its config that have an item for each layer."""
     model = Path(save_base(tmp_path / "model", kind, torch.float32, num_hidden_layers=LAYERS))
 
     def body(rank):
@@ -426,18 +418,17 @@ def test_first_layers_are_compared_where_the_whole_does_not_fit(tmp_path, kind, 
         outcome = verify_model_here(rank, tmp_path, model, "--placement", placement)
         return outcome, [path.name for path in tmp_path.glob("lorashard-first-layers-*")]
 
-    for rank, ((message, found), left_over) in enumerate(run_ranks(body, 2)):
-        assert message == "" and left_over == []
-        if rank == 0:
-            assert f"first {LAYERS - 1} of {LAYERS} layers" in found["checks"]["model"]["verdict"]
-            assert f"of {LAYERS - 1} layers" in found["checks"]["gradients"]["verdict"]
+    (first, left_over), (other, _) = run_ranks(body, 2)
+    assert (first[0], other[0], left_over) == (None, None, [])
+    model = first[1]["checks"]["model"]
+    assert (model["num_layers"], model["num_whole_layers"]) == (LAYERS - 1, LAYERS)
 
 
 def test_model_of_which_nothing_fits_is_refused(task, monkeypatch):
-    """Zero layers are equal, too."""
+    """Zero layers are equal, too: a comparison of nothing would pass."""
     monkeypatch.setattr("lorashard.diagnostics.verify.memory.measure_free_bytes", lambda *args: GIB)
-    message, _ = verify_model_here(0, task, task / "base")
-    assert message.startswith("ConfigError") and "GiB" in message
+    error, _ = verify_model_here(0, task, task / "base")
+    assert isinstance(error, ConfigError) and "1.0 GiB" in error.found and "--num_rows" in error.fix
 
 
 def test_config_is_cut_wherever_it_counts_layers():

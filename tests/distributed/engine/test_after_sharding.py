@@ -67,7 +67,7 @@ def test_the_base_that_unload_returns_is_gathered_where_an_adapter_was():
     assert run_ranks(unload, 2) == [[True] * len(EMBEDDING_ADAPTERS)] * 2
 
 
-def test_a_base_that_is_given_back_whole_is_a_plain_model(tmp_path: Path):
+def test_a_base_that_is_returned_unsharded_is_a_plain_model(tmp_path: Path):
     """A merged model that is refused for ever: it cannot be cast, copied, pickled or trained any more."""
     expected = build_model().merge_and_unload()
     merged = lorashard.shard(build_model(), placement="replicate").merge_and_unload()
@@ -96,16 +96,16 @@ def train_in_ddp(rank: int) -> tuple[bool, bool, int]:
 
 
 def test_what_a_script_lets_ddp_ignore_does_not_take_the_place_of_the_base():
-    """DDP would look at placeholders, and broadcast the base of a rank that has it whole."""
+    """DDP would look at placeholders, and broadcast the base of a rank that has it unsharded."""
     for has_own, has_base, num_gradients in run_ranks(train_in_ddp, 2):
         assert has_own and has_base and num_gradients == NUM_LAYERS * 7 * 2
 
 
-def test_a_trainer_that_compiles_the_whole_model_is_told_what_to_use():
+def test_a_trainer_that_compiles_the_whole_model_learns_what_to_use():
     """An internal error of the compiler, in a file of lorashard's that has no fault."""
     model = lorashard.shard(build_model(), placement="host")
-    with pytest.raises(ConfigError, match="torch_compile to lorashard") as raised:
+    with pytest.raises(ConfigError) as raised:
         torch.compile(model, backend="eager")(**make_batch())
-    assert "\n" not in str(raised.value)
+    assert raised.value.option == "torch_compile"
     model(**make_batch()).loss.backward()
     assert len(take_gradients(model)) == NUM_LAYERS * 7 * 2

@@ -76,7 +76,7 @@ def compare(rank: int, cases: list[tuple[str, list[int], str, int | None]]) -> l
 
 
 def test_nothing_below_is_gathered_in_backward():
-    """With the embedding's output made to require a gradient, backward would go on, and gather, down to it."""
+    """With the embedding's output made to require a gradient, backward would continue, and gather, down to it."""
     layers = itertools.cycle(([3], [2, 4], [5]))
     cases = [(checkpointing, next(layers), "shard", None) for checkpointing in CHECKPOINTING]
     cases += [("non-reentrant", [3], "host", None), ("reentrant", [3], "shard", 1)]

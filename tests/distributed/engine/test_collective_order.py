@@ -20,9 +20,9 @@ def log_collectives(rank: int) -> list[_Started]:
 
     original = ShardGroup.all_gather
 
-    def all_gather(self, whole, shard):
-        started.append((self.gather_group.group_desc, "all_gather", whole.numel()))
-        return original(self, whole, shard)
+    def all_gather(self, unsharded, shard):
+        started.append((self.gather_group.find().group_desc, "all_gather", unsharded.numel()))
+        return original(self, unsharded, shard)
 
     def log_all_reduce(group, bucket):
         started.append((dist.group.WORLD.group_desc, "all_reduce", bucket.buffer().nbytes))

@@ -26,7 +26,6 @@ from helpers.scenarios import (
     Results,
     Scenario,
     deleted,
-    disturb,
     loaded_later,
     make_lora,
     mixed_batch,
@@ -42,6 +41,7 @@ from helpers.tiny import (
     FAMILIES,
     build_base,
     build_model,
+    disturb,
     find_differences,
     make_batch,
     set_checkpointing,
@@ -56,8 +56,8 @@ from transformers import (
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import lorashard
-from lorashard.engine import Packed
-from lorashard.model.layer_major import split_layers
+from lorashard.engine import FrozenWeight
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
 CPU_BUDGET_S = 130  # the whole array: some 85 models, plain and on one to four ranks
@@ -137,8 +137,8 @@ def quantize(weight: torch.Tensor, name: str) -> torch.Tensor:
     """
     rows = weight.reshape(-1, weight.shape[-1])
     if name == "int8":
-        numbers, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(rows)
-        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(numbers, scales)
+        values, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(rows)
+        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(values, scales)
     elif name == "fp8":
         scales = rows.float().abs().amax(dim=1, keepdim=True) / 448
         found = (rows.float() / scales).to(torch.float8_e4m3fn).float() * scales
@@ -168,11 +168,11 @@ def quantize_base(model: nn.Module, name: str) -> None:
 
 
 def put_on_plain(folder: Path, row: Row, seed: int, quantizes: bool) -> PeftModel:
-    """Return plain PEFT; with `quantizes` on the base's numbers as quantizing leaves them."""
+    """Return plain PEFT; with `quantizes` on the base's values as quantizing leaves them."""
     base = AutoModelForCausalLM.from_pretrained(
         folder / row["family"], dtype=DTYPES[row["dtype"]], attn_implementation=row["attention"]
     )
-    # From files, what begins with the base's numbers begins with those that are computed with; PiSSA rewrites the
+    # From files, what begins with the base's values begins with those that are computed with; PiSSA rewrites the
     # files. In memory PEFT has read them before.
     is_first = row["source"] == "load" and row["adapter"] not in ("pissa", "olora")
     quantizes = quantizes and row["quantization"] != "none"
@@ -253,7 +253,7 @@ class CopyToHost(torch.autograd.graph.saved_tensors_hooks):
 
     @classmethod
     def note(cls, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, Packed):
+        if not isinstance(tensor, FrozenWeight):
             cls.seen.add(tensor.untyped_storage().data_ptr())
 
 

@@ -10,7 +10,7 @@ from helpers.forked_ranks import run_ranks
 from helpers.tiny import build_model
 
 from lorashard.model.adapters import find_adapter_tensors
-from lorashard.model.adding import share_adapters
+from lorashard.model.added_adapters import share_adapters
 from lorashard.runtime.dist import HostGroup
 
 

@@ -1,4 +1,4 @@
-"""Layer-major accumulation under sharding, in the hands of a trainer that knows nothing of it."""
+"""Per-layer micro-batching under sharding, with a trainer that knows nothing of it."""
 
 from __future__ import annotations
 

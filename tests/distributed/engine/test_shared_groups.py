@@ -1,10 +1,11 @@
-"""Models that are sharded over the same ranks share their process groups, which end when nobody uses them."""
+"""Models that are sharded over the same ranks share their process groups, which end with the last of them."""
 
 from __future__ import annotations
 
 import gc
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from peft import PeftModel
 import lorashard
 from lorashard.errors import ShardError
 from lorashard.runtime.dist import HostGroup, ShardGroup
+from lorashard.runtime.rank_store import RankStore
 
 
 def count_threads() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/task"))
 
 
@@ -26,23 +29,28 @@ def build_small() -> PeftModel:
     return add_lora(build_base(num_hidden_layers=2)).train()
 
 
-def make_models(rank: int) -> tuple[list[int], bool]:
-    kept = [lorashard.shard(build_small())]
-    counts = [count_threads()]
-    for number in range(5):
-        model = lorashard.shard(build_small())
-        if number % 2 == rank:  # ranks let go of them at different times
-            kept.append(model)
-        HostGroup.of_all()
-        counts.append(count_threads())
-    return counts, len(kept) > 1
+def make_models(rank: int) -> dict[str, list[int]]:
+    counts = {"without": [count_threads()], "with": []}
+    for _ in range(2):
+        kept = [lorashard.shard(build_small())]
+        counts["with"].append(count_threads())
+        for number in range(4):
+            model = lorashard.shard(build_small())
+            model(**make_batch()).loss.backward()
+            if number % 2 == rank:  # ranks let go of them at different times
+                kept.append(model)
+            HostGroup.of_all()
+            counts["with"].append(count_threads())
+        del kept, model
+        counts["without"].append(count_threads())
+    return counts
 
 
-def test_models_over_the_same_ranks_take_no_more_threads():
+def test_models_over_the_same_ranks_share_their_threads_and_leave_none():
     """Catches a process that makes hundreds of models, and in the end computes in none of its thousands of threads."""
-    for counts, _ in run_ranks(make_models, 2):
-        assert counts[2:] == [counts[1]] * 4  # the first HostGroup has its own
-        assert counts[1] - counts[0] < 10
+    for counts in run_ranks(make_models, 2):
+        assert len(set(counts["without"])) == len(set(counts["with"])) == 1
+        assert 0 < counts["with"][0] - counts["without"][0] < 10
 
 
 def run_different_models(rank: int) -> None:
@@ -52,42 +60,69 @@ def run_different_models(rank: int) -> None:
 
 
 def test_ranks_that_run_different_models_are_stopped():
-    """Catches what sharing makes possible: equal positions in two models, whose units pair up with wrong numbers."""
+    """Catches what sharing makes possible: equal positions in two models, whose units pair up with wrong values."""
     run_ranks(run_different_models, 2)
 
 
-def change_sizes(rank: int) -> list[tuple[list[str], int]]:
-    def look() -> tuple[list[str], int]:
+def let_go_one_after_another(rank: int) -> list[int]:
+    counts = [count_threads()]
+    everyone, pair = ShardGroup.of_size(4), ShardGroup.of_size(2)
+    counts.append(count_threads())
+    kept = [pair] if rank > 0 else []
+    del pair
+    counts.append(count_threads())
+    again = ShardGroup.of_size(2)
+    assert again.compare([1]) is None and everyone.compare([2]) is None
+    kept.clear()
+    assert again.compare([3]) is None and ShardGroup.of_size(2).compare([rank]) is not None
+    counts.append(count_threads())
+    del again, everyone
+    return [*counts, count_threads()]
+
+
+def test_groups_end_on_each_rank_with_its_last_model():
+    """Catches groups that are never given back, that end under a rank that uses them, that stay for the sake of another
+    rank, or that are taken for complete where a rank has ended its part."""
+    for rank, (before, both, one_gone, made_again, none) in enumerate(run_ranks(let_go_one_after_another, 4)):
+        assert before == none < one_gone <= both == made_again
+        assert (one_gone < both) == (rank == 0)
+
+
+def meet_and_leave(rank: int) -> None:
+    for number in range(20):
+        group = ShardGroup.of_size(3)
+        if (number + rank) % 3 == 0:
+            time.sleep(0.01)
+        assert group.compare([rank]) == [[0], [1], [2]]
+        del group
+
+
+def test_who_leaves_first_cuts_nobody_off():
+    """Catches an end that comes before the others have what this rank has sent, or before they are connected to it."""
+    run_ranks(meet_and_leave, 3)
+
+
+def test_a_rank_that_does_not_come_to_share_groups_is_named():
+    """Catches a load on one rank alone that hangs for ever, in silence."""
+    with pytest.raises(ShardError) as caught:
+        RankStore(dist.HashStore(), 0, 2, "groups").exchange("", timeout_s=0.05)
+    assert "[1]" in caught.value.found
+
+
+def fork_a_worker(rank: int) -> bool:
+    group = ShardGroup.of_size(2)
+    child = os.fork()
+    if child == 0:
+        del group
         gc.collect()
-        own = [group.group_desc for group in dist.distributed_c10d._world.pg_map if "gathers" in group.group_desc]
-        return own, count_threads()
-
-    pair = ShardGroup.of_size(2)
-    found = [look()]
-    everyone = ShardGroup.of_size(4)
-    found.append(look())
-    if rank == 0:
-        del pair
-    everyone = ShardGroup.of_size(4)
-    found.append(look())
-    if rank != 0:
-        del pair
-    everyone = ShardGroup.of_size(4)
-    found.append(look())
-    assert everyone.compare([1]) is None
-    ShardGroup.of_size(2)
-    return [*found, look()]
+        os._exit(0)
+    os.waitpid(child, 0)
+    return group.compare([1]) is None
 
 
-def test_groups_end_where_all_ranks_meet_and_none_uses_them():
-    """Catches groups that are never given back, that end under a rank that uses them, and that cannot be made again."""
-    for one, both, one_rank_done, all_done, again in run_ranks(change_sizes, 4):
-        assert len(one[0]) == 1
-        assert both[0] == one_rank_done[0] == [*one[0], *all_done[0]]
-        assert len(all_done[0]) == 1
-        assert all_done[1] < both[1]
-        assert len(again[0]) == 2
-        assert again[1] == both[1]
+def test_a_forked_worker_ends_no_group():
+    """Catches a data loader's worker that waits for ever for threads that it does not have."""
+    assert run_ranks(fork_a_worker, 2) == [True, True]
 
 
 def begin_anew(rank: int, folder: str) -> list[int]:
@@ -96,8 +131,9 @@ def begin_anew(rank: int, folder: str) -> list[int]:
         model = lorashard.shard(build_small())
         loss = model(**make_batch()).loss
         dist.destroy_process_group()
+        with pytest.raises(ShardError, match="process group"):
+            model(**make_batch())
         del model, loss
-        gc.collect()
         counts.append(count_threads())
         store = f"file://{Path(folder, str(number))}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)

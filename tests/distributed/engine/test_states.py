@@ -91,7 +91,7 @@ def save_two_bases(folder: Path) -> None:
 
 
 def test_a_state_of_another_base_is_refused(tmp_path: Path) -> None:
-    """Catches an adapter that goes on, in silence, on a base that it was not trained on."""
+    """Catches an adapter that continues silently on a base that it was not trained on."""
     save_two_bases(tmp_path)
     state = load(str(tmp_path), "shard", seed=1).state_dict()
     again = load(str(tmp_path), "file", seed=2)

@@ -1,4 +1,4 @@
-"""A rank that waits for others in a comparison says where they are, and does not wait without a word."""
+"""A rank that waits for others in a comparison reports where they are, and does not wait in silence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Work:
 
 
 def test_a_wait_in_vain_is_forgotten_when_the_ranks_meet_again(monkeypatch):
-    """Catches a rank that goes on after a ShardError and is said to this day to have waited in vain."""
+    """Catches a rank that continues after a ShardError and is still reported to have waited in vain."""
     store = RankStore(dist.HashStore(), 0, 1, "waits")
     monkeypatch.setattr(RankStore, "of_group", lambda name: store)
     lookout = Lookout(0, range(1), 0)

@@ -8,7 +8,6 @@ import json
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -41,9 +40,8 @@ from transformers.utils import logging as transformers_logging
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError, LorashardError
 from lorashard.export import merger, writing
-from lorashard.export.merger import merge_checkpoint, merge_live
-from lorashard.export.staging import check_target, remove_partial
-from lorashard.runtime.agreement import raise_on_all_ranks
+from lorashard.export.merger import merge_checkpoint
+from lorashard.runtime.atomic_folder import list_partials
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -93,15 +91,6 @@ def test_merged_equals_pefts_own_merge(case, tmp_path, dtype):
     original, made = read_tensors(base), read_tensors(tmp_path / "out")
     assert {key: tensor.shape for key, tensor in made.items()} == {key: t.shape for key, t in original.items()}
     assert report.num_files > 1 and report.num_tensors == len(original) and not report.is_untied
-
-
-def test_an_fp32_checkpoint_merges_to_bf16_in_bf16(tmp_path):
-    """Merging in fp32 and rounding at the end gives other bits than the model that was trained has."""
-    base = save_base(tmp_path / "base", "llama", FP32)
-    adapter = save_adapter(tmp_path / "adapter", base)
-    merge_checkpoint(adapter, tmp_path / "out", base, dtype=BF16)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert find_differences(loaded, merge_with_peft(base, adapter, BF16)) == []
 
 
 @pytest.mark.parametrize(
@@ -321,26 +310,6 @@ def test_tokenizer_and_configs_come_along(tmp_path):
     assert not any("adapter" in file.name or file.name == "merges.txt" for file in (tmp_path / "out").iterdir())
 
 
-def check_ranks(rank: int, folders: list[tuple[str, str, str]]) -> None:
-    for adapter, out, base in folders:
-        merge_checkpoint(Path(adapter), Path(out), Path(base), max_shard_size="30KB")
-
-
-def test_ranks_that_share_the_work_write_the_same_bytes(tmp_path):
-    """A tensor that no rank writes stays zero; one that two write differently is whoever's came last."""
-    folders = []
-    for name in ("LoRA", "mixtral experts", "LoRA, tied"):
-        family, options = CASES[name]
-        base = save_base(tmp_path / name / "base", family)
-        adapter = save_adapter(tmp_path / name / "adapter", base, **options)
-        folders.append((str(adapter), str(tmp_path / name / "two"), str(base)))
-        merge_checkpoint(adapter, tmp_path / name / "one", base, max_shard_size="30KB")
-    run_ranks(check_ranks, 2, folders)
-    for name in ("LoRA", "mixtral experts", "LoRA, tied"):
-        one, two = ({f.name: f.read_bytes() for f in (tmp_path / name / n).iterdir()} for n in ("one", "two"))
-        assert one == two
-
-
 def fail_on(rank_to_fail: int, rank: int, error: BaseException) -> None:
     original = writing.TensorWriter.write
 
@@ -360,7 +329,7 @@ def check_failure(rank: int, adapter: str, out: str, base: str) -> str:
 
 
 def test_a_rank_that_fails_ends_all_and_leaves_nothing(tmp_path):
-    """Ranks that wait for one that has failed; half a model under the name of a whole one."""
+    """Ranks that wait for one that has failed; `rank 1 failed` in place of what the disk has refused; half a model."""
     base = save_base(tmp_path / "base", "llama")
     adapter = save_adapter(tmp_path / "adapter", base)
     before = {file: file.read_bytes() for file in adapter.iterdir()}
@@ -383,12 +352,10 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path, monkeypatch, error):
 
 
 def merge_slowly(folder: Path, how: str, is_writing: Event, store: Path, rank: int) -> None:
-    """Merge, and stand still in the middle, or where no file may grow any more: in a process of its own."""
+    """Merge, and stop in the middle: in a process of its own."""
     PartialState._reset_state()
     if how == "rank":
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    if how == "limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     original = writing.TensorWriter.write
 
     def write(self, key, begin, values):
@@ -420,16 +387,6 @@ def names_in(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, capfd):
-    """A file that could not grow any more, published all the same."""
-    prepare(tmp_path)
-    process, _ = start(tmp_path, "limit")
-    process.join(timeout=60)
-    errors = capfd.readouterr().err
-    assert process.exitcode == 1 and "CheckpointError" in errors
-    assert names_in(tmp_path) == ["adapter", "base"]
-
-
 def test_sigterm_leaves_nothing(tmp_path):
     """Job schedulers send SIGTERM, which ends Python without any finally."""
     prepare(tmp_path)
@@ -457,62 +414,35 @@ def test_ranks_that_survive_a_killed_one_leave_nothing(tmp_path):
     assert names_in(tmp_path) == ["adapter", "base"]
 
 
-@pytest.mark.parametrize("how", ("next start", "launcher"))
-def test_what_a_killed_merge_left_is_removed(tmp_path, how):
-    """Nobody can clean up after SIGKILL but the next one to come; what another living merge writes must stay."""
+def test_what_a_killed_merge_left_is_removed_by_the_next(tmp_path):
+    """Nobody can clean up after SIGKILL but the next one to come."""
     prepare(tmp_path)
     process, is_writing = start(tmp_path, "wait")
     assert is_writing.wait(60)
-    remove_partial(tmp_path / "out")
-    assert len(names_in(tmp_path)) == 3, "a running merge's folder was removed"
     process.kill()
     process.join()
-    assert not (tmp_path / "out").exists() and len(names_in(tmp_path)) == 3
-    if how == "launcher":
-        remove_partial(tmp_path / "out")
-        assert names_in(tmp_path) == ["adapter", "base"]
-    else:
-        merge_checkpoint(tmp_path / "adapter", tmp_path / "out", tmp_path / "base")
-        assert names_in(tmp_path) == ["adapter", "base", "out"]
+    assert not (tmp_path / "out").exists() and len(list_partials(tmp_path / "out")) == 1
+    (tmp_path / "out").mkdir()  # an empty folder is no reason to stop
+    merge_checkpoint(tmp_path / "adapter", tmp_path / "out", tmp_path / "base")
+    assert names_in(tmp_path) == ["adapter", "base", "out"] and (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_target_that_holds_something_is_refused_at_once(tmp_path, monkeypatch):
-    """Hours of work, then no place to put it; or somebody's files overwritten."""
-    prepare(tmp_path)
+def test_a_target_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    """Hours of work, then no place to put it; or somebody's files overwritten.
+
+    A container's volume is a mount point, to which nothing can be renamed.
+    """
     monkeypatch.setattr(merger, "read_config", lambda folder: pytest.fail("work began"))
-    (tmp_path / "out").mkdir()
+    for name in ("out", "mounted"):
+        (tmp_path / name).mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     (tmp_path / "file").write_text("x")
-    for name in ("out", "file", "adapter"):
-        with pytest.raises(ConfigError, match="empty folder"):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "mounted")
+    for name in ("out", "file", "mounted"):
+        with pytest.raises(ConfigError) as error:
             merge_checkpoint(tmp_path / "adapter", tmp_path / name, tmp_path / "base")
+        assert error.value.where == tmp_path / name
     assert (tmp_path / "out" / "precious").read_text() == "x"
-
-
-def fill_a_disk_on_one_rank(rank: int) -> str:
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(OSError) as caught:
-        raise_on_all_ranks(fail, on_rank=1)
-    return caught.value.strerror
-
-
-def test_all_ranks_tell_of_one_ranks_full_disk():
-    """`rank 1 failed: [Errno 28]` from the rank that is heard first, in place of what is missing and where."""
-    assert run_ranks(fill_a_disk_on_one_rank, 2) == [os.strerror(errno.ENOSPC)] * 2
-
-
-def test_an_empty_target_is_taken_and_no_room_is_refused(tmp_path, monkeypatch):
-    """A folder made in advance is no reason to stop; a disk that is too small is, before it is full."""
-    prepare(tmp_path)
-    (tmp_path / "out").mkdir()
-    merge_checkpoint(tmp_path / "adapter", tmp_path / "out", tmp_path / "base")
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and type("U", (), {"free": 1000}))
-    with pytest.raises(CheckpointError, match="free"):
-        merge_checkpoint(tmp_path / "adapter", tmp_path / "other", tmp_path / "base")
-    assert names_in(tmp_path) == ["adapter", "base", "out"]
 
 
 def test_what_peft_cannot_merge_is_refused_before_anything_is_written(tmp_path):
@@ -545,7 +475,7 @@ def measure_merge(rank: int, small: Path, large: Path) -> int:
 
 @pytest.mark.slow
 def test_merging_holds_a_small_part_of_the_model(tmp_path):
-    """A merge that holds the model, a whole shard, or all that it has merged so far, cannot merge a larger one."""
+    """A merge that holds the model, a file of it, or all that it has merged so far, cannot merge a larger one."""
     save_base(tmp_path / "small" / "base", "llama")
     save_adapter(tmp_path / "small" / "adapter", tmp_path / "small" / "base")
     large = tmp_path / "large"
@@ -572,7 +502,7 @@ def check_live(rank: int, cases: list[tuple[str, str, str, str]], folder: str) -
             plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
             model = lorashard.shard(PeftModel.from_pretrained(plain, adapter), placement)
         before = model(**make_batch()).logits
-        report = merge_live(model, out, max_shard_size="30KB")
+        report = lorashard.merge(model, out, max_shard_size="30KB")
         if not torch.equal(model(**make_batch()).logits, before):
             problems.append(f"{how}, {placement}: the live model has changed")
         if rank == 0:
@@ -588,25 +518,21 @@ def check_live(rank: int, cases: list[tuple[str, str, str, str]], folder: str) -
 
 
 LIVE = {
-    "LoRA": (("load", "shard"), ("shard", "host"), ("load", "file")),
+    "LoRA": (("load", "shard"), ("load", "file"), ("shard", "host"), ("shard", "replicate")),
+    "LoRA, tied": (("shard", "shard"),),
+    "modules_to_save": (("shard", "shard"),),
     "mixtral experts": (("shard", "shard"),),
     "embedding, tied": (("load", "shard"),),
 }
-MORE_LIVE = {
-    "LoRA": (("shard", "shard"), ("shard", "replicate"), ("load", "replicate")),
-    "LoRA, tied": (("shard", "shard"), ("load", "shard")),
-    "DoRA": (("shard", "shard"), ("load", "shard")),
-    "modules_to_save": (("shard", "shard"), ("load", "shard")),
-    "mixtral experts": (("load", "shard"),),
-    "embedding, tied": (("shard", "shard"),),
-}
 
 
-@pytest.mark.parametrize("chosen", (LIVE, slow(MORE_LIVE)), ids=("some", "more"))
-def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path, chosen):
-    """Merging into a slot, a resident unit or a mapped page changes the model; ranks that read apart mix up units."""
+def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path):
+    """A live model that is changed; an adapter saved without a part of it; files that are called another base.
+
+    And two ranks that share the work: a tensor that no rank writes stays zero.
+    """
     cases = []
-    for name, ways in chosen.items():
+    for name, ways in LIVE.items():
         family, options = (CASES | {"embedding, tied": ("llama-tied", {"target_modules": ["embed_tokens"]})})[name]
         base = save_base(tmp_path / name / "base", family)
         adapter = save_adapter(tmp_path / name / "adapter", base, **options)
@@ -614,33 +540,39 @@ def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path, 
     assert run_ranks(check_live, 2, cases, str(tmp_path)) == [[], []]
 
 
+def check_other_base(rank: int, base: str, folder: str) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for number, name in enumerate(("layers.1.mlp.up_proj", "embed_tokens")):
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
+        torch.manual_seed(0)
+        if number:
+            plain.resize_token_embeddings(plain.config.vocab_size + 3)
+        else:
+            plain.get_submodule(f"model.{name}").weight.data[-1, -1] += 1
+        own = f"{folder}/{name}"
+        plain.save_pretrained(own)  # which rank 0 alone does
+        torch.distributed.barrier()
+        model = lorashard.shard(get_peft_model(plain, lora), "shard")
+        with pytest.raises(LorashardError, match=name):
+            lorashard.merge(model, f"{folder}/out")
+        lorashard.merge(model, f"{folder}/out-{number}", own)
+        if rank == 0:
+            merged = AutoModelForCausalLM.from_pretrained(f"{folder}/out-{number}").state_dict()
+            assert find_differences(merged, AutoModelForCausalLM.from_pretrained(own).state_dict()) == []
+    model = lorashard.shard(get_peft_model(build_base("llama"), lora), "shard")
+    with pytest.raises(ConfigError, match="--base"):
+        lorashard.merge(model, f"{folder}/out")
+
+
+def test_a_live_base_that_is_not_in_the_files_is_refused(tmp_path):
+    """The adapter merged into weights that are not the model's: those of the files, before a script changed them."""
+    base = save_base(tmp_path / "base", "llama")
+    run_ranks(check_other_base, 2, str(base), str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_that_is_not_sharded_is_refused(tmp_path):
     """A KeyError for what looks like a right call."""
     model = get_peft_model(build_base("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="merge_and_unload"):
-        merge_live(model, tmp_path / "out")
-
-
-def check_live_failure(rank: int, base: str, out: str) -> str:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = lorashard.shard(get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora), "shard")
-    fail_on(1, rank, RuntimeError("a bug"))
-    started = time.monotonic()
-    with pytest.raises((RuntimeError, CheckpointError), match="a bug"):
-        merge_live(model, Path(out))
-    assert time.monotonic() - started < 30
-    return "done"
-
-
-def test_a_rank_that_fails_on_a_live_model_does_not_leave_the_others_gathering(tmp_path):
-    """The others wait in a gather for a rank that is gone."""
-    base = save_base(tmp_path / "base", "llama")
-    assert run_ranks(check_live_failure, 2, str(base), str(tmp_path / "out")) == ["done"] * 2
-    assert names_in(tmp_path) == ["base"]
-
-
-def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
-    """Catches hours of merging into a folder that nothing can be renamed to, which a container's volume is."""
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")
-    with pytest.raises(ConfigError, match="mount point"):
-        check_target(tmp_path / "out")
+        lorashard.merge(model, tmp_path / "out")

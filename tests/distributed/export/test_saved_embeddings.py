@@ -61,7 +61,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def load_plain(folder: Path, adapter: Path) -> PeftModel:
     base = AutoModelForCausalLM.from_pretrained(folder)
-    torch.manual_seed(99)  # what the new rows are at first must not count
+    torch.manual_seed(99)  # the new embeddings before training must not count
     base.resize_token_embeddings(NEW_SIZE)
     return PeftModel.from_pretrained(base, adapter)
 
@@ -126,7 +126,7 @@ def resume(rank: int, folder: Path, out: Path) -> list[bool]:
 
 
 def test_resuming_takes_the_embeddings_of_the_checkpoint(tmp_path, bases):
-    """New rows are drawn: a run that goes on with others than it has learned with goes on from elsewhere."""
+    """New embeddings are random: a run that resumes with others than it has trained with is another run."""
     build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path / "checkpoint")
     state = TrainerState(global_step=1, max_steps=1, train_batch_size=8)  # no step is left
     state.save_to_json(str(tmp_path / "checkpoint" / "trainer_state.json"))
@@ -159,7 +159,7 @@ def save_state(rank: int, bases: dict[str, Path], out: Path) -> list[str]:
 
 
 def test_a_saved_state_has_the_embeddings_of_a_resized_vocabulary(tmp_path, bases):
-    """accelerate's `load_state` without an error, onto rows that were drawn anew: the run goes on from elsewhere."""
+    """accelerate's `load_state` without an error, onto new random embeddings: the run resumes as another one."""
     assert run_ranks(save_state, 2, bases, tmp_path) == [[], []]
 
 
@@ -211,7 +211,7 @@ def test_embeddings_that_are_asked_for_are_gathered_and_written(tmp_path, bases)
 
 
 def test_verify_knows_the_embeddings_of_an_adapter(tmp_path, bases):
-    """An adapter that is whole and is called broken, since its base has fewer tokens."""
+    """A complete adapter that is called broken, since its base has fewer tokens."""
     build(bases["llama"], **LORAS["linear"]).save_pretrained(tmp_path)
     lora = LoraConfig.from_pretrained(tmp_path)
     restore(build_meta_model(str(bases["llama"]), lora, torch.float32, adapter=tmp_path), tmp_path)
@@ -232,7 +232,7 @@ def ask_on_one_rank(rank: int, folder: Path, out: Path) -> str:
     return ""
 
 
-def test_ranks_that_do_not_all_ask_are_told_so(tmp_path, bases):
+def test_gathering_embeddings_on_one_rank_is_an_error_on_all(tmp_path, bases):
     """A gather on one rank that pairs up with another's of other weights."""
     for message in run_ranks(ask_on_one_rank, 2, bases["llama"], tmp_path):
         assert "base weights" in message

@@ -1,4 +1,4 @@
-"""Loss and exact matches of an adapter: the same on any number of ranks, in any batches, wherever the base rests."""
+"""Loss and exact matches of an adapter: the same for any number of ranks, batch size and placement."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_words() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("kind", ["lora", "head", *map(slow, ("dora", "modules_to_save"))])
 def test_loss_is_the_mean_over_tokens_whatever_the_ranks_and_batches(tmp_path, kind):
-    """A mean of batches' means, a tail counted twice or left out, or an adapter on the head that is passed over."""
+    """A mean of batches' means, a tail counted twice or left out, or an adapter on the head that is ignored."""
     plain = _save_adapter(tmp_path, **KINDS[kind])
     rows = _make_rows([5, 30, 12, 7, 21, 3, 16])
     expected, num_tokens = _measure_plainly(plain, rows)
@@ -102,7 +102,7 @@ def test_loss_is_the_mean_over_tokens_whatever_the_ranks_and_batches(tmp_path, k
 
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 def test_loss_is_what_the_trainer_reports_where_batches_are_even(tmp_path, dtype, monkeypatch):
-    """Other masks, another shift, or another precision than in training would show as progress that there is not."""
+    """Another mask, shift or precision than in training would look like progress."""
     plain = _save_adapter(tmp_path, dtype=dtype)
     rows = _make_rows([12] * 8)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -126,7 +126,7 @@ def test_loss_is_what_the_trainer_reports_where_batches_are_even(tmp_path, dtype
 
 
 def test_exact_matches_do_not_depend_on_ranks_and_batches(tmp_path):
-    """A question that two ranks count, one of an uneven tail that none does, or padding that changes the answer."""
+    """A question that two ranks count, one of the tail that none counts, or padding that changes the answer."""
     plain = _save_adapter(tmp_path)
     prompts = [[5 + i + j for j in range(2 + i % 4)] for i in range(7)]
     questions = []
@@ -147,7 +147,7 @@ def test_exact_matches_do_not_depend_on_ranks_and_batches(tmp_path):
 
 
 def test_a_batch_costs_the_gathers_of_one_pass(tmp_path):
-    """Measuring that gathers for a check, for the head once more, or for a pass too many on some ranks."""
+    """A check that gathers, a second gather of the head, or one forward too many on some ranks."""
     _save_adapter(tmp_path)
     rows = _make_rows([8, 9, 10, 11, 12])
 
@@ -156,7 +156,7 @@ def test_a_batch_costs_the_gathers_of_one_pass(tmp_path):
 
     def body(rank):
         measured, passed = load(), load()
-        measure_loss(measured, rows, PAD_ID, 2)  # five rows, two at once on each of two ranks, are two passes
+        measure_loss(measured, rows, PAD_ID, 2)  # five rows, in batches of two on each of two ranks, are two forwards
         for _ in range(2):
             with torch.no_grad():
                 passed(input_ids=torch.tensor([[1, 2, 3]]))
@@ -166,16 +166,16 @@ def test_a_batch_costs_the_gathers_of_one_pass(tmp_path):
         assert found == expected > 0
 
 
-def test_a_loss_that_is_no_number_is_an_error(tmp_path):
-    """NaN in a table of results is taken for a result."""
+def test_a_loss_that_is_not_finite_is_an_error(tmp_path):
+    """NaN in a table of results looks like a result."""
     _save_adapter(tmp_path)
     rows = _make_rows([8])
 
     def body(rank):
         model = lorashard.load_adapter(tmp_path / "adapter", placement="file", dtype=torch.float32)
         next(p for n, p in model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
-        with pytest.raises(CheckpointError, match="nan"):
+        with pytest.raises(CheckpointError) as caught:
             measure_loss(model, rows, PAD_ID, 2)
-        return True
+        return math.isnan(caught.value.found)
 
     assert run_ranks(body, 1) == [True]

@@ -20,7 +20,6 @@ from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 import lorashard
-from lorashard.config.placement import PlacementOptions
 from lorashard.errors import ConfigError
 from lorashard.model.compiling import compile_layers, read_compile_options
 
@@ -43,52 +42,36 @@ def train(model: PeftModel, lengths: Sequence[int] = (12, 9, 9)) -> Results:
     return found
 
 
-def split(case: dict) -> tuple[dict, dict]:
-    """Return what is for the model and what is for `shard`."""
-    options = {name: value for name, value in case.items() if name in PlacementOptions.model_fields}
-    return {name: value for name, value in case.items() if name not in options}, options
-
-
-def compare_compiled(rank: int, cases: list[dict], lengths: Sequence[int]) -> dict[str, object]:
-    found = {}
-    for case in cases:
-        plain, options = split(case)
-        torch.compiler.reset()
-        counters.clear()
-        if "layer_microbatch_size" in options:  # it changes the order of sums
-            expected = train(lorashard.shard(build_model(**plain), **options), lengths)
-        else:
-            expected = train(build_model(**plain), lengths)
-        sharded = lorashard.shard(build_model(**plain), **options, torch_compile=EXACT)
-        wrong = find_differences(train(sharded, lengths), expected)
-        found[str(case)] = (wrong, counters["stats"]["unique_graphs"])
-    return found
-
-
-# With the most graphs: by input that requires a gradient or not (the first layer's), by fixed and dynamic lengths, and
-# by chunks of a batch with and without padding and an offset, but not by layer. On one rank the host is where weights
-# rest apart from their slots.
-CASES = [
-    (dict(placement="host", checkpointing="non-reentrant", dropout=0.1, target_modules=["q_proj", "down_proj"]), 1)
-]
-# Layers in pieces, resident and recomputed or not, on ranks that gather the others.
-RANKS = [
-    (dict(resident_layers=2, activation_checkpointing_layers=3, checkpointing="non-reentrant", prefetch=0), 4),
-]
+def compare_compiled(rank: int, model: dict, options: dict, lengths: Sequence[int]) -> tuple[list[str], int]:
+    """Return what differs from the uncompiled model, and how many graphs were compiled."""
+    expected = train(build_model(**model), lengths)
+    counters.clear()
+    found = train(lorashard.shard(build_model(**model), **options, torch_compile=EXACT), lengths)
+    return find_differences(found, expected), counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases", "lengths"),
-    [(1, CASES, (12, 12)), pytest.param(2, RANKS, (12, 9), marks=pytest.mark.slow)],
+    ("world_size", "model", "options", "lengths", "most_graphs"),
+    [
+        # On one rank the host is where weights rest apart from their slots. One graph, whichever layer it is.
+        (1, dict(dropout=0.1, target_modules=["q_proj", "down_proj"]), dict(placement="host"), (12, 12), 1),
+        # By input that requires a gradient or not (the first layer's), and by fixed and dynamic lengths.
+        pytest.param(
+            2,
+            {},
+            dict(resident_layers=2, activation_checkpointing_layers=3, prefetch=0),
+            (12, 9),
+            4,
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["one rank", "ranks"],
 )
-def test_gradients_equal_plain_peft_and_layers_share_graphs(world_size, cases, lengths):
+def test_gradients_equal_plain_peft_and_layers_share_graphs(world_size, model, options, lengths, most_graphs):
     """Catches a weight that the compiled code keeps for another unit's backward, and a guard that fails by layer."""
-    for found in run_ranks(compare_compiled, world_size, [case for case, _ in cases], lengths):
-        for case, most in cases:
-            wrong, num_graphs = found[str(case)]
-            assert wrong == [], case
-            assert 1 <= num_graphs <= most, (case, num_graphs)
+    model = model | {"checkpointing": "non-reentrant"}
+    for wrong, num_graphs in run_ranks(compare_compiled, world_size, model, options, lengths):
+        assert wrong == [] and 1 <= num_graphs <= most_graphs
 
 
 def compare_modes(rank: int, folder: Path) -> list[str]:
@@ -126,27 +109,24 @@ def test_compiled_models_are_used_and_saved_as_others(tmp_path):
     assert torch.equal(restored(**make_batch()).logits, expected(**make_batch()).logits)
 
 
-def compare_inductor(rank: int) -> list[tuple[list[str], float]]:
+def compare_inductor(rank: int) -> tuple[list[str], float]:
     """Return what differs from the same layers compiled unsharded, and how far the loss is from the uncompiled one."""
-    found = []
-    for case in (dict(checkpointing="non-reentrant", target_modules=["q_proj", "down_proj"]),):
-        torch.compiler.reset()
-        plain = train(build_model(**case), (12,))
-        model = build_model(**case)
-        compile_layers(model.get_base_model().model.layers, read_compile_options(True, CPU))
-        unsharded = train(model, (12,))
-        sharded = train(lorashard.shard(build_model(**case), "host", torch_compile=True), (12,))
-        loss = max(float((sharded[name] - plain[name]).abs()) for name in plain if name.endswith("loss"))
-        found.append((find_differences(sharded, unsharded), loss))
-    return found
+    options = dict(checkpointing="non-reentrant", target_modules=["q_proj", "down_proj"])
+    plain = train(build_model(**options), (12,))
+    model = build_model(**options)
+    compile_layers(model.get_base_model().model.layers, read_compile_options(True, CPU))
+    unsharded = train(model, (12,))
+    sharded = train(lorashard.shard(build_model(**options), "host", torch_compile=True), (12,))
+    loss = max(float((sharded[name] - plain[name]).abs()) for name in plain if name.endswith("loss"))
+    return find_differences(sharded, unsharded), loss
 
 
 @pytest.mark.slow
 def test_inductor_gives_the_gradients_of_the_same_code_unsharded_and_the_same_loss(tmp_path, monkeypatch):
     """Catches a weight of another unit in code that torch's own compiler makes: against eager it rounds otherwise."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not code that was made for other instructions
-    for ((wrong, loss),) in run_ranks(compare_inductor, 1):
-        assert wrong == [] and loss < 1e-5
+    [(wrong, loss)] = run_ranks(compare_inductor, 1)
+    assert wrong == [] and loss < 1e-5
 
 
 class Adapted(nn.Module):
@@ -189,10 +169,11 @@ def test_ddp_does_not_cut_the_graph_of_a_layer():
         ({"speed": 1}, "speed"),
     ],
 )
-def test_what_torch_refuses_is_said_before_anything_is_loaded(options, message):
+def test_what_torch_refuses_is_refused_before_anything_is_loaded(options, message):
     """Catches a wrong option that fails in the first step, minutes later."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         read_compile_options(options, CPU)
+    assert caught.value.option == "torch_compile"
 
 
 def test_inductor_without_a_compiler_is_refused(monkeypatch):

@@ -22,7 +22,7 @@ from helpers.families import FAMILIES, OTHERS, Family, load_plain, make_config, 
 from helpers.forked_ranks import run_ranks
 from helpers.odd import OddConfig, OddForCausalLM, register_odd
 from helpers.paths import ROOT
-from helpers.tiny import find_differences, make_batch, take_gradients
+from helpers.tiny import fill_adapter, find_differences, make_batch, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -65,11 +65,7 @@ def run(family: Family, build: Callable[[Family, Path], PeftModel], folder: Path
     made = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
     results: Results = {"made": {} if family.name in DRAWING else made}
     results["made"] |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    torch.manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.05)
-    model.train()
+    fill_adapter(model)
     batches = [make_inputs(family, has_images) for has_images in ((True, False) if family.is_vision else (False,))]
     results["logits"], results["gradients"] = {}, {}
     for index, batch in enumerate(batches):
@@ -87,7 +83,7 @@ def run(family: Family, build: Callable[[Family, Path], PeftModel], folder: Path
 
 
 def differentiate(model: PeftModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return every gradient that the adapter gets; some modules of some models are never called."""
+    """Return every gradient of the adapter; some modules of some models are never called."""
     loss.backward()
     return take_gradients(model, needs_all=False)
 
@@ -208,11 +204,7 @@ def build_cases(folder: Path) -> list[tuple[str, dict, dict]]:
 
 
 def train_once(model: PeftModel) -> dict[str, torch.Tensor]:
-    torch.manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.05)
-    output = model.train()(**make_batch())
+    output = fill_adapter(model)(**make_batch())
     gradients = differentiate(model, output.loss)
     base = model.get_base_model()
     if base.supports_gradient_checkpointing:

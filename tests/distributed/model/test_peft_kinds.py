@@ -193,7 +193,7 @@ def try_cases(rank: int, folder: str, way: str, labels: list[str], expected: dic
     verdicts = {}
     for label in labels:
         case = CASES[label]
-        torch.manual_seed(7 if case.draws_ahead else 7 + rank)  # ranks that draw other numbers must end with rank 0's
+        torch.manual_seed(7 if case.draws_ahead else 7 + rank)  # ranks that draw other values must end with rank 0's
         try:
             if way == "shard":
                 model = lorashard.shard(put_on_plain_base(folder, case), WAYS[way][0])
@@ -214,7 +214,7 @@ def read_table() -> dict[str, dict[str, str]]:
 
 
 def test_the_table_lists_every_kind():
-    """A kind that a new PEFT brings must be tried before anyone reads that it works."""
+    """A kind that a new PEFT brings must be tested before the document says that it works."""
     installed = {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
     assert installed <= {case.kind for case in CASES.values()}
     assert list(read_table()) == list(CASES)
@@ -225,7 +225,7 @@ def test_the_table_lists_every_kind():
     [("load", False), *(pytest.param(way, True, marks=pytest.mark.slow) for way in WAYS)],
 )
 def test_each_kind_equals_plain_peft_or_is_refused(tmp_path, way, is_full):
-    """The table says what a person may build on; a wrong gradient there is found in no loss curve."""
+    """Users rely on the table; a wrong gradient shows in no loss curve."""
     build_base(num_hidden_layers=3).save_pretrained(tmp_path)
     table = read_table()
     installed = {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING}

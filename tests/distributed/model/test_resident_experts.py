@@ -1,7 +1,7 @@
 """Mixture-of-experts models on resident units, without activation checkpointing, against plain PEFT.
 
-PEFT parametrizes experts and routers, and torch's parametrizations write into the parameter they take over: it is set
-to itself, which counts as a change in place of whatever shares its version.
+PEFT parametrizes experts and routers, and torch's parametrizations assign a parameter to itself, which counts as a
+change in place of every tensor that shares its version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from helpers.cases import slow
 from helpers.families import FAMILIES, OTHERS, VOCAB_SIZE, Family, auto_class, make_config, make_inputs, save_family
 from helpers.forked_ranks import run_ranks
-from helpers.tiny import find_differences, take_gradients
+from helpers.tiny import fill_adapter, find_differences, take_gradients
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import lorashard
@@ -51,7 +51,7 @@ def build_plain(family: Family, dtype: torch.dtype) -> PeftModel:
     torch.manual_seed(0)
     config = make_config(family)
     base = auto_class(config).from_config(config, dtype=dtype)
-    return fill(get_peft_model(base, make_lora(base, family)))
+    return fill_adapter(get_peft_model(base, make_lora(base, family)))
 
 
 def make_lora(base: torch.nn.Module, family: Family) -> LoraConfig:
@@ -63,16 +63,8 @@ def make_lora(base: torch.nn.Module, family: Family) -> LoraConfig:
     return LoraConfig(**options | family.lora | {"target_parameters": sorted(experts)})
 
 
-def fill(model: PeftModel) -> PeftModel:
-    torch.manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model.train()
-
-
 def train_twice(model: PeftModel, family: Family) -> dict[str, torch.Tensor]:
-    """Return the gradients of two forwards before one backward: each parametrizes anew what the other has saved."""
+    """Return the gradients of two forwards before one backward: each parametrizes again what the other has saved."""
     batch = make_inputs(family)
     shifted = batch | {"input_ids": (batch["input_ids"] + 1) % VOCAB_SIZE}
     (model(**batch, use_cache=False).loss + model(**shifted, use_cache=False).loss).backward()
@@ -84,8 +76,7 @@ def compare(rank: int, families: list[Family], cases: list[Case], expected: dict
     for family in families:
         for case in cases:
             model = lorashard.shard(build_plain(family, case.dtype), **case.placement)
-            reference = expected[family.name, case.dtype]
-            found = find_differences(train_twice(model, family), reference)
+            found = find_differences(train_twice(model, family), expected[family.name, case.dtype])
             wrong += [f"{family.name} {case}: {name}" for name in found]
     return wrong
 
@@ -107,17 +98,15 @@ def test_experts_on_resident_units_train_as_in_plain_peft(names):
         assert run_ranks(compare, num_ranks, families, cases, expected) == [[]] * num_ranks
 
 
-def compare_mapped(
-    rank: int, folder: str, family: Family, lora: LoraConfig, expected: dict[str, torch.Tensor]
-) -> list[str]:
-    model = lorashard.load(folder, lora, placement="file", dtype=FP32)
-    return find_differences(train_twice(fill(model), family), expected)
-
-
 def test_experts_in_mapped_files_train_as_in_plain_peft(tmp_path):
     """Mapped pages are resident units of another home."""
     (family,) = families_of(("Mixtral",))
     base = auto_class(make_config(family)).from_pretrained(save_family(family, tmp_path), dtype=FP32)
     lora = make_lora(base, family)
-    expected = train_twice(fill(get_peft_model(base, copy.deepcopy(lora))), family)
-    assert run_ranks(compare_mapped, 2, str(tmp_path), family, lora, expected) == [[], []]
+    expected = train_twice(fill_adapter(get_peft_model(base, copy.deepcopy(lora))), family)
+
+    def compare_mapped(rank: int) -> list[str]:
+        model = lorashard.load(str(tmp_path), lora, placement="file", dtype=FP32)
+        return find_differences(train_twice(fill_adapter(model), family), expected)
+
+    assert run_ranks(compare_mapped, 2) == [[], []]

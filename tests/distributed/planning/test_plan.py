@@ -27,7 +27,7 @@ def check_agreement(rank: int) -> tuple[int, str]:
 
 
 def test_all_ranks_get_the_plan_of_the_smallest():
-    """Catches ranks that plan apart, each for its own memory: they would wait for each other for ever."""
+    """Catches ranks that plan apart, each for its own memory: they would wait for each other forever."""
     assert run_ranks(check_agreement, 2) == [(100, "rank 0")] * 2
 
 
@@ -68,8 +68,8 @@ def check_load(rank: int, base: str, options: dict[str, Any]) -> tuple[bool, int
     return stats.num_gathers == 0 and stats.bytes_at_rest > 0, stats.num_resident
 
 
-def test_load_plans_when_it_is_told_the_batch(tmp_path, caplog):
-    """Catches an `auto` that shards a model that fits whole, for want of a batch that the script has told."""
+def test_load_plans_when_it_is_given_the_batch(tmp_path, caplog):
+    """Catches an `auto` that shards a model that fits on each rank, although the script gives the batch."""
     base = save_base(tmp_path, "llama", num_hidden_layers=2)
     batch = {"per_device_train_batch_size": 2, "max_length": 16}
     assert run_ranks(check_load, 2, base, batch) == [(True, 2 + 2)] * 2  # whole on each rank

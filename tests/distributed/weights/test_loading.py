@@ -1,4 +1,4 @@
-"""From a checkpoint to shards: the same model as transformers and PEFT give, read once over all ranks."""
+"""From a checkpoint to shards: the same model as with transformers and PEFT, read once over all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from helpers import warm
 from helpers.bases import save_base
 from helpers.cases import slow
 from helpers.forked_ranks import read_status_bytes, run_ranks
-from helpers.tiny import NUM_LAYERS, build_base, fill_lora_b, find_differences, make_batch, take_gradients
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from helpers.tiny import NUM_LAYERS, build_base, find_differences, make_batch, take_gradients
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification
 
 import lorashard
 from lorashard.errors import CheckpointError, ConfigError
@@ -38,7 +35,7 @@ def test_ranks_with_two_commits_are_refused(tmp_path):
     """Catches a branch that moves while the ranks start: each would shard another model."""
     for rank in range(2):
         save_base(tmp_path / "snapshots" / f"commit{rank}", "llama")
-    assert all("found commit0 and commit1" in message for message in run_ranks(check_commits, 2, str(tmp_path)))
+    assert all("commit0" in message and "commit1" in message for message in run_ranks(check_commits, 2, str(tmp_path)))
 
 
 def check_reward(rank: int, folder: str) -> list[str]:
@@ -67,8 +64,9 @@ def test_a_sequence_classifier_loads_from_a_causal_lm(tmp_path):
 
 def check_one_label(rank: int, folder: str, adapter: str) -> tuple[list[str], int, bool]:
     config = lambda: LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")  # noqa: E731
-    with pytest.raises(ConfigError, match="num_labels .* CAUSAL_LM"):
+    with pytest.raises(ConfigError, match="CAUSAL_LM") as caught:
         lorashard.load(folder, LoraConfig(task_type="CAUSAL_LM"), num_labels=1)
+    assert caught.value.option == "num_labels"
     torch.manual_seed(8)
     plain = get_peft_model(
         AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32), config()
@@ -145,24 +143,14 @@ def test_loading_holds_at_most_one_unit_beyond_the_shards(tmp_path, dtype):
 
 
 def break_folder(folder: Path, how: str) -> str:
-    files = sorted(folder.glob("*.safetensors"))
-    if how == "missing folder":
-        return str(folder / "nowhere")
-    if how == "missing shard":
-        files[1].unlink()
-    elif how == "truncated":
-        os.truncate(files[0], files[0].stat().st_size - 8)
-    elif how == "bin only":
-        for file in [*files, folder / "model.safetensors.index.json"]:
-            file.unlink()
-        (folder / "pytorch_model.bin").write_bytes(b"x")
-    elif how == "other config":
+    if how == "truncated":
+        file = min(folder.glob("*.safetensors"))
+        os.truncate(file, file.stat().st_size - 8)
+    if how in ("other layers", "fewer layers"):
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS + 1}))
-    elif how == "fewer layers":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS - 1}))
-    return str(folder)
+        num_layers = NUM_LAYERS + (1 if how == "other layers" else -1)
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    return str(folder / "nowhere") if how == "missing folder" else str(folder)
 
 
 def check_errors(rank: int, folders: dict[str, str]) -> dict[str, str]:
@@ -182,38 +170,14 @@ def test_errors_come_before_the_first_collective(tmp_path):
     """A rank that finds a fault after others began to gather leaves them hanging until a timeout."""
     parts = {
         "missing folder": "nowhere",
-        "missing shard": "model-00002",
         "truncated": "model-00001",
-        "bin only": "safetensors",
-        "other config": "missing",
+        "other layers": "missing",
         "fewer layers": "unexpected",
     }
     folders = {how: break_folder(Path(save_base(tmp_path / how, "llama")), how) for how in parts}
     for messages in run_ranks(check_errors, 2, folders):
         for how, part in parts.items():
             assert part in messages[how] and "\n" not in messages[how]
-
-
-def check_saved(rank: int, folder: str, out: str) -> list:
-    lora = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
-    model = lorashard.load(folder, lora, dtype=torch.float32)
-    fill_lora_b(model)
-    for name, parameter in model.named_parameters():
-        if "lora_embedding_A" in name:  # zero when it is made
-            torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(3))
-    logits = model(**make_batch()).logits
-    if rank == 0:
-        model.save_pretrained(out)
-        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), out)
-        saved = json.loads((Path(out) / "adapter_config.json").read_text())
-        return [torch.equal(plain(**make_batch()).logits, logits), saved["base_model_name_or_path"] == folder]
-    return [True, True]
-
-
-def test_a_saved_adapter_loads_in_plain_peft(tmp_path):
-    """Wrapper prefixes in the keys reload as zeros, silently; an adapted embedding must not take the base along."""
-    results = run_ranks(check_saved, 2, save_base(tmp_path / "base", "llama-tied"), str(tmp_path / "adapter"))
-    assert results == [[True, True]] * 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What several nodes mean for the base, and what they must have in common; a rank's node is played by its variables."""
+"""The base on several nodes, and what nodes must have in common; a rank's node is set by environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lorashard.training.nodes import check_nodes
 LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 
 
-def stand_on(local_rank: int, num_local: int | None) -> None:
+def set_node(local_rank: int, num_local: int | None) -> None:
     os.environ["LOCAL_RANK"] = str(local_rank)
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if num_local is not None:
@@ -30,7 +30,7 @@ def stand_on(local_rank: int, num_local: int | None) -> None:
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Collects the logged lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,18 +43,18 @@ class Lines(logging.Handler):
 def load_all(rank: int, folder: str, cases: list[tuple]) -> list[tuple[int, list[str]]]:
     found = []
     for places, options in cases:
-        stand_on(*places[rank])
-        heard = Lines()
-        logging.getLogger("lorashard").addHandler(heard)
+        set_node(*places[rank])
+        lines = Lines()
+        logging.getLogger("lorashard").addHandler(lines)
         model = lorashard.load(folder, LoraConfig(**LORA), dtype=torch.float32, **options)
-        logging.getLogger("lorashard").removeHandler(heard)
+        logging.getLogger("lorashard").removeHandler(lines)
         base_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-        found.append((round(base_bytes / max(1, lorashard.stats(model).bytes_at_rest)), heard.lines))
+        found.append((round(base_bytes / max(1, lorashard.stats(model).bytes_at_rest)), lines.lines))
     return found
 
 
-def test_each_node_holds_the_base_unless_told_otherwise(tmp_path):
-    """Catches a base that crosses the network without being asked to, or that no rank shares with another."""
+def test_each_node_holds_the_base_by_default(tmp_path):
+    """Catches a base that crosses the network without a request, or that no rank shares with another."""
     build_base(num_hidden_layers=2).save_pretrained(tmp_path)
     two_nodes = [(0, 2), (1, 2), (0, 2), (1, 2)]
     cases = [
@@ -80,7 +80,7 @@ def test_each_node_holds_the_base_unless_told_otherwise(tmp_path):
 def check_all(rank: int, folders: list[str], cases: list[tuple]) -> list[object]:
     found: list[object] = []
     for is_shared, options, data, checkpoint in cases:
-        stand_on(rank % 2, 2)
+        set_node(rank % 2, 2)
         folder = folders[0 if is_shared else rank // 2]
         arguments = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", **options)
         try:
@@ -91,7 +91,7 @@ def check_all(rank: int, folders: list[str], cases: list[tuple]) -> list[object]
 
 
 def test_nodes_that_differ_are_refused(tmp_path):
-    """Catches ranks that train on different rows, go on from different steps, or lose checkpoints, all unnoticed."""
+    """Catches ranks that train on different rows, resume from different steps, or lose checkpoints, all unnoticed."""
     folders = [tmp_path / "disk_0", tmp_path / "disk_1"]
     for folder in folders:
         folder.mkdir()
@@ -129,6 +129,6 @@ def read_size(rank: int) -> int | None:
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_size_that_accelerate_made_up_is_not_believed(world_size):
+def test_a_local_size_that_accelerate_invented_is_ignored(world_size):
     """accelerate sets LOCAL_WORLD_SIZE to 1 for CPU ranks if nobody has: no second rank can be on such a node."""
     assert run_ranks(read_size, world_size) == [1, None]

@@ -1,14 +1,11 @@
-"""A quantized base on the disk: a cache that is asked for, made once, told apart, and never half."""
+"""The cache of a quantized base: written on request, once, distinguished by format and dtype, never incomplete."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import resource
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,6 @@ from helpers.tiny import (
     find_differences,
     set_checkpointing,
 )
-from helpers.waiting import wait_until
 from peft import LoraConfig, PeftModel
 
 import lorashard
@@ -83,7 +79,7 @@ def list_files(cache: Path) -> dict[Path, tuple[int, int]]:
 
 
 def check_cache(rank: int, folder: str, cache: Path, formats: dict[str, object]) -> list:
-    """Load without a cache, making one, and from it; say what differs, and what was written or quantized again."""
+    """Load without a cache, with a new one, and from it; return what differs, or was written or quantized again."""
     quantize, num_quantized = sources.quantize_parts, [0]
 
     def counted(*args):
@@ -98,7 +94,7 @@ def check_cache(rank: int, folder: str, cache: Path, formats: dict[str, object])
         torch.distributed.barrier()
         plain = [take_bytes(load(folder, quantization, **options)) for options in placements]
         gradients = one_step(load(folder, quantization, placement="replicate"))
-        wrong += [] if list_files(cache) == before else [(name, "made unasked")]
+        wrong += [] if list_files(cache) == before else [(name, "written without a request")]
         torch.distributed.barrier()
         mapped = load(folder, quantization, placement="file")
         made = list_files(cache)
@@ -116,14 +112,14 @@ def check_cache(rank: int, folder: str, cache: Path, formats: dict[str, object])
 
 
 @pytest.mark.parametrize("world_size, formats", ((2, QUICK), slow(2, OTHERS), slow(1, QUICK | OTHERS)))
-def test_the_cache_has_the_bytes_of_quantizing_and_is_made_once(folder, cache, world_size, formats):
-    """A shard from the wrong place of a file, or two processes that write one file, give wrong weights in silence."""
+def test_the_cache_has_the_bytes_of_quantizing_and_is_written_once(folder, cache, world_size, formats):
+    """A shard from the wrong place of a file, or two processes that write one file, silently give wrong weights."""
     assert run_ranks(check_cache, world_size, folder, cache, formats) == [[]] * world_size
     assert len([path for path in cache.iterdir() if path.is_dir()]) == len(formats)
 
 
-def test_the_cache_is_asked_for_and_told_apart(folder, cache, caplog):
-    """A cache of another dtype or format that is taken for this one's gives other numbers than the run asked for."""
+def test_the_cache_is_written_on_request_for_each_format_and_dtype(folder, cache, caplog):
+    """A cache of another dtype or format that is mistaken for the run's own gives other values than requested."""
     caplog.set_level("INFO", "lorashard")
     load(folder, placement="replicate")
     assert not cache.exists()
@@ -149,43 +145,13 @@ def test_the_cache_is_asked_for_and_told_apart(folder, cache, caplog):
 @pytest.mark.parametrize(
     "options", ({"placement": "replicate", "cache_quantized": True}, {"placement": "file"}), ids=str
 )
-def test_who_hears_of_loading_hears_of_converting(folder, cache, options):
-    """Catches a run whose bar and status stand still for the minutes of converting."""
-    told: list[tuple[int, int | None, str]] = []
-    load(folder, progress=lambda *counts: told.append(counts), **options)
-    converted = [counts for counts in told if counts[2] == "units converted"]
+def test_converting_reports_its_progress(folder, cache, options):
+    """Catches a run whose bar and status stop for the minutes of converting."""
+    reported: list[tuple[int, int | None, str]] = []
+    load(folder, progress=lambda *counts: reported.append(counts), **options)
+    converted = [counts for counts in reported if counts[2] == "units converted"]
     assert converted[:LAYERS] == [(number, LAYERS, "units converted") for number in range(1, LAYERS + 1)]
-    assert told[-1][2] == "units"
-
-
-def list_begun(cache: Path) -> list[Path]:
-    return list(cache.glob("*.partial-*/layers.0"))
-
-
-def convert_and_stop(folder: str, cache: Path) -> None:
-    def stop(*counts: object) -> None:
-        while list_begun(cache):
-            time.sleep(1)
-
-    load(folder, placement="replicate", cache_quantized=True, progress=stop)
-
-
-def test_a_kill_while_converting_leaves_nothing_half(folder, cache):
-    """Half a cache that is taken for a whole one gives zeros for weights; one that nobody removes fills the disk."""
-    expected = take_bytes(load(folder, placement="replicate"))
-    process = multiprocessing.get_context("fork").Process(target=convert_and_stop, args=(folder, cache))
-    process.start()
-    wait_until(lambda: list_begun(cache))
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    (left,) = cache.glob("*.partial-*")
-    assert is_equal(take_bytes(load(folder, placement="replicate")), expected)
-    assert left.exists()  # who does not write removes nothing
-    assert is_equal(take_bytes(load(folder, placement="replicate", cache_quantized=True)), expected)
-    assert not list(cache.glob("*.partial-*"))
-    (made,) = [path for path in cache.iterdir() if path.is_dir()]
-    assert len(list(made.iterdir())) == LAYERS
-    assert is_equal(take_bytes(load(folder, placement="file")), expected)
+    assert reported[-1][2] == "units"
 
 
 def check_full_disk(rank: int, folder: str) -> list[str]:
@@ -205,8 +171,8 @@ def check_full_disk(rank: int, folder: str) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-def test_a_full_disk_is_told_in_a_line(folder, cache):
-    """A traceback from deep inside, or a cache without its last unit, where there is no room."""
+def test_a_full_disk_is_reported_in_one_line(folder, cache):
+    """A traceback, or a cache without its last unit, where the disk is full."""
     (messages,) = run_ranks(check_full_disk, 1, folder)
     assert all("HF_HOME" in message and "\n" not in message for message in messages)
     assert all("cache_quantized" in message for message in (messages[0], messages[2]))
@@ -225,6 +191,6 @@ def check_experts(rank: int, folder: str, formats: dict[str, object]) -> list[st
 
 
 @pytest.mark.parametrize("formats", (QUICK, slow(OTHERS)), ids=("quick", "others"))
-def test_quantized_experts_rest_anywhere(tmp_path, formats):
+def test_quantized_experts_with_every_placement(tmp_path, formats):
     """Experts are stored one by one and kept together: blocks of one must not be scaled by another's."""
     assert run_ranks(check_experts, 2, save_base(tmp_path / "mixtral", "mixtral"), formats) == [[]] * 2

@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers.cases import slow
 from helpers.forked_ranks import run_ranks
-from helpers.merging import disturb
-from helpers.tiny import build_base, find_differences
+from helpers.tiny import build_base, disturb, find_differences
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -30,7 +29,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """A base, one whose weights went through nf4, and an adapter that was made on the quantized one."""
+    """A base, its copy with weights that were quantized to nf4 and back, and an adapter of the quantized base."""
     transformers_logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("task")
     # bitsandbytes' CPU kernel is wrong where a row is shorter than a block of 64.
@@ -58,7 +57,7 @@ def load_reference(task: Path) -> PeftModel:
     ((2, ("shard", "file")), slow(2, ("auto", "host")), slow(1, ("auto", "replicate", "file"))),
 )
 def test_an_adapter_answers_and_merges_as_it_was_trained(task, tmp_path, world_size, placements):
-    """The base as its files have it, where the adapter knows a quantized one; ranks that write halves of it."""
+    """Catches an unquantized base where the adapter was trained on a quantized one, and ranks that each write half."""
     ids = torch.tensor([[5, 6, 7], [1, 2, 3]])
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)
     reference = load_reference(task)
@@ -89,7 +88,7 @@ def verify_here(result: Path, *words: object) -> Any:
 
 
 def test_verifying_knows_the_quantized_base(task, tmp_path):
-    """A merged model that are held against the base as its files have it."""
+    """A merged model that is compared with the base as its files have it."""
     lorashard.merge(task / "adapter", tmp_path / "merged")
     lorashard.merge(task / "adapter", tmp_path / "original", quantization="none")
 

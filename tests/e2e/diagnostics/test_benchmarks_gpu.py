@@ -54,7 +54,7 @@ def check_contender(found: dict) -> None:
 
 @pytest.mark.slow
 def test_everything_runs_and_contenders_compute_alike(run, tmp_path):
-    """A GPU is at hand for minutes: a run that dies of a misspelled key there measures nothing."""
+    """A GPU is available for minutes: a run that fails on a misspelled key there measures nothing."""
     folder = tmp_path / "base"
     record, table = run(tmp_path / "record.json", "--folder", str(folder))
     for name in ("peft", "replicate", "host", "file", "host_nf4", "fsdp2"):
@@ -102,7 +102,7 @@ def test_the_planned_peak_is_that_of_the_contender(gpu, tmp_path):
 
 @pytest.mark.slow
 def test_every_placement_and_batch_is_planned_on_a_gpu(gpu):
-    """Catches a bar that passes since nothing was foreseen; that the base's bytes differ is all that placing does."""
+    """Catches a bar that passes because nothing was predicted; a placement changes only the base's bytes."""
     shape = gpu.SHAPES["tiny"]
     planned = gpu.plan_peaks(shape, "cuda")
     assert planned.keys() == (gpu.PLACEMENTS | gpu.QUANTIZED).keys()
@@ -128,7 +128,7 @@ def make_report(
 
 
 def test_bars_and_failures_are_recorded(gpu, monkeypatch):
-    """A contender that runs out of memory must not take the others' figures with it, nor a bar pass without one."""
+    """Catches results lost with a contender that runs out of memory, and a bar that passes without a result."""
     reports = {
         "prepare": {"host_to_device_bytes_per_s": 50e9},
         "peft": make_report(1.0),

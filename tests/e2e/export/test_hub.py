@@ -183,8 +183,8 @@ def test_what_the_hub_does_not_give_is_said_in_a_line(folders, hub, tmp_path):
             dict(model_name_or_path="org/nothing"),
             "org/nothing",
         ),
-        (dict(model_name_or_path="org/tiny", model_revision="v9"), "revision 'v9'"),
-        (dict(model_name_or_path="org/cut"), "Try again"),
+        (dict(model_name_or_path="org/tiny", model_revision="v9"), "revision v9"),
+        (dict(model_name_or_path="org/cut"), "try again"),
         (dict(model_name_or_path="org/pickled"), "call save_pretrained"),
         (dict(model_name_or_path="./nothing"), "nothing"),
     ]

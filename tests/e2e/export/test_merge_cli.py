@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers import warm
 from helpers.hub_server import HubServer
-from helpers.tiny import add_lora, build_base
-from peft import PeftModel
+from helpers.merging import merge_with_peft
+from helpers.tiny import add_lora, build_base, find_differences
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -37,24 +37,18 @@ def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
     return start(command, env=os.environ | environment, capture_output=True, text=True, timeout=110)
 
 
-def merge_with_peft(adapter: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base", dtype=dtype)
-    return PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
-
-
 def test_two_ranks_write_what_pefts_merge_gives(adapter, tmp_path):
     """Catches a command line that loses an option on the way to the ranks, or says nothing of what it wrote."""
     result = run(adapter, tmp_path / "out", "--cpu", 2, "--dtype", "bf16", "--max_shard_size", "60KB")
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / "out") in result.stdout and "bfloat16" in result.stdout
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    expected = merge_with_peft(adapter, torch.bfloat16)
+    expected = merge_with_peft(tmp_path / "base", adapter, torch.bfloat16)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert find_differences(found, expected) == []
 
     again = run(adapter, tmp_path / "out", "--cpu", 2)
-    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "empty folder" in again.stderr
+    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and str(tmp_path / "out") in again.stderr
 
 
 def test_another_base_is_refused_unless_it_is_allowed(tmp_path, caplog):

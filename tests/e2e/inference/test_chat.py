@@ -17,7 +17,9 @@ import psutil
 import pytest
 from helpers import warm
 from helpers.cases import slow
-from helpers.chat_task import GREEDY, LORASHARD, answer, build_task, load_plain, make_environment, talk
+from helpers.chat_task import GREEDY, answer, build_task, load_plain, make_environment, talk
+from helpers.finetune import LORASHARD
+from helpers.finetune import run as run_command
 from helpers.paths import ROOT
 from peft import PeftModel
 
@@ -33,18 +35,11 @@ def plain(task) -> PeftModel:
     return load_plain(task)
 
 
-def run(task: Path, words: list[str], lines: str = "") -> subprocess.CompletedProcess:
-    result = warm.run(
-        [*LORASHARD, *words],
-        cwd=task,
-        env=make_environment(task),
-        input=lines,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    is_left = bool(list((task / "tmp").glob("lorashard-*")))
-    assert result.returncode == 0 and not is_left, result.stderr
+def run(task: Path, words: list[str], lines: str = "", exit_code: int = 0) -> subprocess.CompletedProcess:
+    (task / "tmp").mkdir(exist_ok=True)
+    result = run_command([*LORASHARD, *words], task, folder=task, lines=lines, TMPDIR=str(task / "tmp"))
+    assert result.returncode == exit_code, result.stderr
+    assert exit_code or not list((task / "tmp").glob("lorashard-*"))
     return result
 
 
@@ -56,12 +51,11 @@ def test_piped_lines_are_a_conversation(task, plain, ranks):
     lines = "w20 w21\nw22\n\n/reset\nw22\n/exit\nw23\n"
     result = run(task, ["chat", "runs/answers", *GREEDY, *ranks], lines)
     assert result.stdout.splitlines() == [*talk(task, plain, ["w20 w21", "w22"]), *talk(task, plain, ["w22"])]
-    assert "placement: " in result.stderr and "begins anew" in result.stderr
-    assert result.stderr.count("> ") == 6
+    assert "placement: " in result.stderr and result.stderr.count("> ") == 6
 
 
-def test_without_a_template_lines_are_texts_to_go_on_with(task, plain):
-    """Catches a conversation made up for a tokenizer that has no way to write one; and sampling without its seed."""
+def test_without_a_template_lines_are_texts_to_continue(task, plain):
+    """Catches a conversation written for a tokenizer without a template."""
     result = run(task, ["chat", "runs/plain", *GREEDY, "--cpu", "1"], "w30\nw31 w32\n")
     assert result.stdout.splitlines() == [answer(task, plain, text) for text in ("w30", "w31 w32")]
     assert result.stderr.count("no chat template") == 1
@@ -69,11 +63,11 @@ def test_without_a_template_lines_are_texts_to_go_on_with(task, plain):
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_chat_cleanly(task, ranks):
-    """Catches a traceback, a rank that is left, or a launcher that waits for a line that nobody will type."""
+    """Catches a traceback, a rank that is left, and a launcher that waits for another line."""
     command = [*LORASHARD, "chat", "runs/answers", *GREEDY, "--cpu", ranks, "--placement", "shard"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
-    def heed_ctrl_c() -> None:  # tests that run in the background of a shell ignore it, and so would their children
+    def heed_ctrl_c() -> None:  # processes in the background of a shell ignore it, and so would their children
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     # Two ranks are started, since a terminal's Ctrl-C comes to interpreters at any moment; one is forked.
@@ -96,12 +90,9 @@ def test_ctrl_c_ends_a_chat_cleanly(task, ranks):
 
 
 def test_a_mistake_is_one_line_whatever_waits(task):
-    """Catches a launcher that waits for a rank 0 that never opened its pipes, and a mistake said in a traceback."""
-    words = ["chat", "runs/nowhere", "--cpu", "2"]
-    result = warm.run(
-        [*LORASHARD, *words], cwd=task, env=make_environment(task), capture_output=True, text=True, timeout=110
-    )
-    assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr
+    """Catches a launcher that waits for a rank 0 which never opened its pipes, and a traceback for a mistake."""
+    result = run(task, ["chat", "runs/nowhere", "--cpu", "2"], exit_code=2)
+    assert result.stdout == "" and "Traceback" not in result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("lorashard: error: ")]
     assert len(said) == 1 and "runs/nowhere" in said[0]
     for folder in (task / "tmp").glob("lorashard-*"):  # the logs, which the line may point to
@@ -126,7 +117,7 @@ def test_the_documents_chat(task, plain):
 
 @pytest.mark.slow
 def test_the_documents_comparison(task, plain):
-    """Catches an adapter that stays off, and a conversation that goes on with the base's answer."""
+    """Catches an adapter that stays off, and a conversation that continues with the base's answer."""
     result = run_document(task, 1, "chat", "w30\nw31\n")
     first, second = talk(task, plain, ["w30", "w31"])
     with plain.disable_adapter():

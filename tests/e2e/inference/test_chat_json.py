@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from helpers import warm
-from helpers.chat_task import GREEDY, LORASHARD, NEW_TOKENS, answer, build_task, load_plain, make_environment, talk
+from helpers.chat_task import GREEDY, NEW_TOKENS, answer, build_task, load_plain, make_environment, talk
+from helpers.finetune import LORASHARD
 from peft import PeftModel
 
 ALONE = ["--cpu", "1"]
@@ -83,8 +84,8 @@ def talk_with(task: Path, words: list[str]) -> Iterator[Program]:
 
 @pytest.mark.parametrize("ranks", EVERY_PLACE)
 def test_each_source_keeps_its_conversation(task, plain, ranks):
-    """Catches a base that goes on with the adapter's answers, a wrong line that ends the chat or spoils the order,
-    options of one request that stay for the next, and a conversation that is kept although it came whole."""
+    """Catches a base that continues the adapter's answers, a wrong line that ends the chat or changes the order,
+    options of one request that stay for the next, and a complete conversation that is stored."""
     with talk_with(task, ["runs/answers", *ranks]) as program:
         both = {"sources": ["base", "adapter"]}
         program.ask({"content": "w20 w21"} | both, '{"contents": "w22"}', {"content": "w22", "temperature": 0})
@@ -117,7 +118,7 @@ def test_each_source_keeps_its_conversation(task, plain, ranks):
 
 @pytest.mark.parametrize("ranks", EVERY_PLACE)
 def test_an_answer_can_be_canceled(task, plain, ranks):
-    """Catches ranks that go on or hang when rank 0 stops, a canceled request whose other source answers after all,
+    """Catches ranks that continue or hang when rank 0 stops, a canceled request whose other source answers,
     and a question that is lost because it came with the cancellation."""
     with talk_with(task, ["runs/answers", *ranks]) as program:
         program.ask({"content": "w30", "sources": ["adapter", "base"], "max_new_tokens": MANY_TOKENS})
@@ -134,7 +135,7 @@ def test_an_answer_can_be_canceled(task, plain, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [ALONE, SHARDED])
 def test_it_ends_with_the_program_that_asked(task, ranks):
-    """Catches a model that stays in memory, and goes on talking, for a program that was killed."""
+    """Catches a model that stays in memory, and goes on answering, for a program that was killed."""
     with talk_with(task, ["runs/answers", *ranks]) as program:
         program.ask(
             {"content": "w30", "max_new_tokens": MANY_TOKENS}, {"content": "w30", "max_new_tokens": MANY_TOKENS}

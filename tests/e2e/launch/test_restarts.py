@@ -18,6 +18,7 @@ from lorashard.config.run_config import RunConfig
 from lorashard.launch.elastic import Signals
 from lorashard.launch.launcher import go_on, prepare_logs_dir, run_with_restarts
 from lorashard.runs.checkpoints import delete, place_partial, publish
+from lorashard.runs.events import read_events
 from lorashard.runs.folder import Run
 from lorashard.runs.lock import lock_run
 from lorashard.runs.status import Status, told_status
@@ -39,12 +40,12 @@ Path(folder, f"pid_{rank}_{restarts}").write_text(str(os.getpid()))
 while not all(Path(folder, f"pid_{r}_{restarts}").exists() for r in (0, 1)):
     time.sleep(0.02)
 found = {"mistake": (ConfigError("bad rows"), 2), "numbers": (TrainingError("a loss is NaN"), 1),
-         "stopped": (RunStopped("stopped by SIGUSR1: nothing is lost"), 75)}
+         "stopped": (RunStopped("nothing is lost", signal="SIGUSR1"), 75)}
 if word in found:
     record_failure(*found[word], is_plain=True)
     sys.exit(found[word][1])
 if word == "hang" and restarts == 0 and rank == "1":
-    record_failure(TrainingError("rank 0 gives no sign of life"), 1, is_plain=True, silent_rank=1)
+    record_failure(TrainingError("rank 0 gives no sign of life"), 1, is_plain=True, silent_rank=0)
     sys.exit(1)
 if word == "raise" and rank == "1":
     raise ValueError("boom")
@@ -92,7 +93,11 @@ def test_a_rank_that_dies_twice_is_started_twice(start: Callable[[str], Launch])
         assert line.endswith(f"again ({number + 1} of 2)")
     assert len(lines) == 2
     restarts = read_status(launch)["restarts"]
-    assert [line.split(" was killed")[0] for line in restarts] == ["1 of 2: rank 0", "2 of 2: rank 1"]
+    assert [(restart["number"], restart["max_restarts"]) for restart in restarts] == [(1, 2), (2, 2)]
+    assert [restart["failure"]["rank"] for restart in restarts] == [0, 1]
+    assert {restart["failure"]["cause"] for restart in restarts} == {"killed"}
+    kinds = [event["kind"] for event in read_events(launch.folder / "run")]
+    assert kinds == ["restart", "restart"]
     log = launch.read("run/logs/rank_0.log").splitlines()
     assert [line for line in log if "attempt" in line] == [f"attempt {n} of rank 0" for n in range(3)]
     assert stdout.splitlines() == [f"attempt {n} of rank 0" for n in range(3)]

@@ -192,7 +192,13 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_of_its_last_step(task: Path, 
     [checkpoint] = list_checkpoints(run)
     verify(checkpoint)
     assert checkpoint.name == f"checkpoint-{status['step']}"
-    assert status["phase"] == "stopped" and status["error"].startswith("stopped by SIGTERM, saved at step")
+    assert status["phase"] == "stopped"
+    fields = status["failure"]["fields"]
+    assert (fields["signal"], fields["step"], Path(fields["checkpoint"]).name) == (
+        "SIGTERM",
+        status["step"],
+        checkpoint.name,
+    )
     assert stderr.splitlines()[-1].removeprefix("lorashard: ") == status["error"]
 
 
@@ -207,7 +213,7 @@ def test_ranks_of_torchrun_save_when_it_is_asked_to_end(task: Path, start_run: C
     stdout, stderr = process.communicate(timeout=DEADLINE_S)
 
     status = json.loads((run / "status.json").read_text())
-    assert status["phase"] == "stopped" and f"stopped by {number.name}, saved" in status["error"], stdout + stderr
+    assert status["phase"] == "stopped" and status["failure"]["fields"]["signal"] == number.name, stdout + stderr
     verify(list_checkpoints(run)[0])
 
 

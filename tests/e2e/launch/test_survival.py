@@ -27,6 +27,8 @@ from helpers.survival import (
 )
 from safetensors.torch import load_file
 
+from lorashard.runs.events import read_events
+
 CPU_BUDGET_S = 130  # some 35 forked runs, and a real one
 
 
@@ -235,11 +237,11 @@ def test_what_cannot_be_kept_is_refused_before_training(task, whole):
     assert "22 on 1" in refuse(task, "refused", cpu=1, gradient_accumulation_steps=2, max_steps=19)
     rows = (task / "few.jsonl").read_text().splitlines(keepends=True)
     (task / "fewer.jsonl").write_text("".join(rows[1:]))
-    assert "on 22 rows" in refuse(task, "refused", dataset=task / "fewer.jsonl")
+    assert "22 examples" in refuse(task, "refused", dataset=task / "fewer.jsonl")
     checkpoint = task / "refused" / "checkpoint-14" / "optimizer.pt"
     content = checkpoint.read_bytes()
     checkpoint.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    assert f"{checkpoint} is damaged" in refuse(task, "refused", resume=checkpoint.parent)
+    assert f"{checkpoint}: damaged" in refuse(task, "refused", resume=checkpoint.parent)
 
 
 def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
@@ -250,11 +252,12 @@ def test_a_damaged_checkpoint_is_skipped_named_and_put_aside(task, whole):
     shutil.rmtree(folder / "checkpoint-12")
     (folder / "checkpoint-12").mkdir()
     assert_same_run(train(task, "damaged", save_total_limit=20), whole)
-    said = (folder / "logs" / "rank_0.log").read_text()
-    (line,) = [line for line in said.splitlines() if "checkpoint-14 is skipped" in line]
-    assert "optimizer.pt" in line
-    (line,) = [line for line in said.splitlines() if "checkpoint-12 is skipped" in line]
-    assert "manifest.json" in line and "set-aside-checkpoint-14" in said and "step 10" in said
+    events = read_events(folder)
+    skipped = {event["step"]: event["problem"] for event in events if event["kind"] == "checkpoint_skipped"}
+    assert "optimizer.pt" in skipped[14] and "manifest.json" in skipped[12]
+    renamed = [event["renamed"] for event in events if event["kind"] == "checkpoint_set_aside"]
+    assert "set-aside-checkpoint-14" in renamed
+    assert [event["step"] for event in events if event["kind"] == "resumed"] == [10]
     assert (folder / "set-aside-checkpoint-14" / "optimizer.pt").stat().st_size == 1000
 
 

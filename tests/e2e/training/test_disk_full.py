@@ -31,13 +31,13 @@ import json, os, sys, time
 HOLDS = json.loads(os.environ["HOLDS"])
 
 def hold(module):
-    train = module.SurvivingTrainer.training_step
+    train = module.CheckpointingTrainer.training_step
     def training_step(self, *args, **kwargs):
         step = self.state.global_step + 1
         while step in HOLDS and not os.path.exists(os.path.join(os.path.dirname(__file__), f"go_{step}")):
             time.sleep(0.02)
         return train(self, *args, **kwargs)
-    module.SurvivingTrainer.training_step = training_step
+    module.CheckpointingTrainer.training_step = training_step
 """ + call_after_import("lorashard.training.trainer", "hold")
 
 

@@ -144,7 +144,7 @@ def test_torchrun_and_accelerate_launch_give_the_same_losses(task, two_ranks, la
         ({"model": "nowhere/at/all"}, "nowhere/at/all"),
         ({"resume_from_checkpoint": "nowhere"}, "nowhere"),
         ({"gpus": 2}, "--cpu"),
-        ({"output_dir": "HERE/two_ranks"}, "holds another run"),
+        ({"output_dir": "HERE/two_ranks"}, "another run"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one case is about machines without GPUs")

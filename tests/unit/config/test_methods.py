@@ -79,45 +79,6 @@ def test_a_written_configuration_is_read_back(name, tmp_path):
     assert again.to_yaml() == config.to_yaml() and again.method == name
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--beta 0.1", "beta .* dpo, kto, grpo, .*sft"),
-        ("--method dpo --packing", "packing .* sft, .*dpo"),
-        ("--method kto --assistant_only_loss", "assistant_only_loss .* sft, .*kto"),
-        ("--method dpo --reward_funcs a.b", "reward_funcs .* grpo, .*dpo"),
-        ("--method reward --sample_prompts a", "sample_prompts .* sft, dpo, kto, grpo"),
-        ("--method grpo --reward_funcs a.b --max_length 9", "max_length .* sft, dpo, kto, reward"),
-        ("--method grpo --reward_funcs a.b --use_vllm", "use_vllm .*False"),
-        (
-            "--method grpo --reward_funcs a.b --vllm_mode server",
-            "vllm_mode .*use_vllm",
-        ),
-        (
-            "--method grpo --reward_funcs a.b --use_transformers_continuous_batching",
-            "use_transformers_continuous_batching .*False",
-        ),
-        ("--method dpo --sync_ref_model", "sync_ref_model"),
-        ("--method dpo --betta 1", "'betta' .*'beta'"),
-        ("--method dop", "dop.*'dpo'"),
-        ("--method grpo", "grpo .*reward_funcs, or reward_model_name_or_path"),
-        ("--method reward --task_type CAUSAL_LM", "task_type: .*SEQ_CLS, found CAUSAL_LM"),
-        (
-            "--method dpo --eval_dataset e --metric_for_best_model accuracy",
-            "metric_for_best_model: .*loss, rewards/accuracies",
-        ),
-        ("--method sft --dataset_num_proc 2", "dataset_num_proc"),
-    ],
-)
-def test_an_option_that_cannot_be_is_one_line(words, message, tmp_path, capsys):
-    """A launch of all ranks, a traceback, or a run that does not do what it was told."""
-    out = tmp_path / "out"
-    code = main(["finetune", "--model", "m", "--dataset", "d", "--output_dir", str(out), "--cpu", "2", *words.split()])
-    stderr = capsys.readouterr().err
-    assert code == 2 and re.search(message, stderr) and len(stderr.splitlines()) == 1
-    assert not out.exists()
-
-
 def test_the_metric_of_a_users_reward_is_accepted():
     """GRPO names metrics after the user's functions."""
     evaluation = {"eval_dataset": "e", "load_best_model_at_end": True}
@@ -180,10 +141,10 @@ def test_a_column_of_late_values_has_their_type(tmp_path):
 @pytest.mark.parametrize(
     "method, row, message",
     [
-        ("dpo", {"prompt": "a", "chosen": "b"}, "dpo .* prompt + chosen + rejected, or chosen + rejected"),
-        ("kto", {"prompt": "a", "completion": "b"}, "kto .* prompt + completion + label"),
-        ("grpo", {"question": "a"}, "grpo .* prompt; found question"),
-        ("dpo", PAIR | {"image": "x"}, "image.*only text|only text.*image"),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "prompt + chosen + rejected, or chosen + rejected .*dpo"),
+        ("kto", {"prompt": "a", "completion": "b"}, "prompt + completion + label, .*kto"),
+        ("grpo", {"question": "a"}, "prompt .*grpo.* found question"),
+        ("dpo", PAIR | {"image": "x"}, "text .*'image'"),
         ("dpo", PAIR | {"rejected": None}, r"line 2: `rejected` is null"),
         ("dpo", PAIR | {"chosen": ""}, r"line 2: `chosen` is empty"),
         ("dpo", PAIR | {"chosen": 5}, r"line 2: `chosen` .*found a number"),
@@ -257,7 +218,7 @@ def test_validate_checks_a_run_of_the_method(tmp_path, method, row, capsys, monk
     assert f"4 rows; {', '.join(METHODS[method].formats[0])} (texts)" in capsys.readouterr().out
     Path(path).write_text(json.dumps({"text": "a"}))
     assert main(words) == 2
-    assert f"{method} needs the columns" in capsys.readouterr().err
+    assert f"for {method}, found text" in capsys.readouterr().err
 
 
 def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):
@@ -296,18 +257,3 @@ def test_losses_are_those_that_trl_names(method):
     field = field[: field.index("\n    )\n")]
     named = set(re.findall(r"['\"]([a-z][a-z0-9_]*)['\"](?! aggreg)", field)) - {"help", "choices", "sequence"}
     assert named == set(method.losses)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--method", "dpo", "--loss_type", "sigmoyd"], "loss_type: .*sigmoid, .*found 'sigmoyd'"),
-        (["--method", "dpo", "--loss_type", "sigmoid", "ofp"], "found 'ofp'"),
-        (["--method", "kto", "--loss_type", "sigmoid"], "loss_type: .*kto, apo_zero_unpaired; found 'sigmoid'"),
-        (["--method", "kto", "--per_device_train_batch_size", "1"], "per_device_train_batch_size: .*2 or more"),
-    ],
-)
-def test_what_trl_finds_late_is_found_at_once(words, message):
-    """Each of these ends in a traceback, once the base is loaded."""
-    with pytest.raises(ConfigError, match=message):
-        RunConfig.resolve(None, ["--model", "m", "--dataset", "d", "--output_dir", "o", *words])

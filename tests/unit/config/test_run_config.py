@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from lorashard.config.data_options import DataOptions
-from lorashard.config.options import Option, read_command_line, read_trainer_options, read_yaml_options
+from lorashard.config.base_options import RankOptions
+from lorashard.config.options import Option, read_trainer_options, read_yaml_options
 from lorashard.config.quantization_options import Quantization
 from lorashard.config.run_config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, RunConfig, read_known_options
+from lorashard.config.use_options import ChatOptions
 from lorashard.errors import ConfigError
 
 REQUIRED = ["--model_name_or_path", "org/model", "--dataset", "rows.jsonl", "--output_dir", "out"]
@@ -38,7 +40,7 @@ def test_tables_name_real_options() -> None:
 
 def test_data_options_are_those_of_the_data() -> None:
     """Catches a data option that is lost on its way."""
-    options = DataOptions(**resolve("--max_seq_length", "77", "--packing", "--seed", "3").data_options())
+    options = resolve("--max_seq_length", "77", "--packing", "--seed", "3").data_options()
     assert (options.max_length, options.packing, options.seed) == (77, True, 3)
     assert resolve("--seed", "3").trainer_options["seed"] == 3
 
@@ -185,91 +187,137 @@ def test_defaults_are_those_that_work_for_lora() -> None:
     assert (built.gradient_checkpointing, built.gradient_checkpointing_kwargs) == (True, {"use_reentrant": False})
 
 
+GRPO = "--method grpo --reward_funcs a.b"
+EVALUATED = "--eval_dataset e --eval_strategy steps --eval_steps 2"
+BEST = f"{EVALUATED} --save_steps 2 --load_best_model_at_end"
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "option", "mentions"),
     [
-        (["--learning_rat", "1"], r"'learning_rat' \(command line\): .*'learning_rate'\?"),
-        (["--lora_rnk", "1"], "lora_rnk.*'lora_r"),
-        (["--zzzzzz", "1"], "zzzzzz.*--help"),
-        (["--learning_rate", "fast"], r"learning_rate: .*'fast' \(command line\)"),
-        (["--learning_rate"], "learning_rate: .*no value"),
-        (["--learning_rate", "nan"], "expected a number"),
-        (["--lora_r", "16.5"], "lora_r: .*whole number.*'16.5'"),
-        (["--lora_r", "8", "9"], "lora_r: .*whole number"),
-        (["--lora_r", "0"], "lora_r: .*found 0"),
-        (["--packing", "maybe"], "packing: .*'maybe'"),
-        (["--lr_scheduler_type", "cosin"], "lr_scheduler_type: .*'cosine'"),
-        (["--placement", "hos"], "placement: .*'auto', .*mean 'host'"),
-        (["--resident_layers", "-1"], "resident_layers: .*0 or more"),
-        (["--placement", "file", "--shard_group_size", "2"], "shard_group_size has"),
-        (
-            ["--activation_checkpointing_layers", "auto", "--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
-            "activation_checkpointing_layers: .*every_n_layers",
-        ),
-        (["--sharding_strategy", "SHARD_GRAD_OP", "--cpu_offload"], "placement: host .*placement: replicate"),
-        (["--sharding_strategy", "NO_SHARD", "--cpu_offload"], "cpu_offload: .*placement: host"),
-        (["--sharding_strategy", "NO_SHARD", "--placement", "shard"], "means placement: replicate"),
-        (["--lora_r", "8", "--lora_rank", "9"], "lora_r and lora_rank .*, 8 and 9"),
-        (["--lora_r", "8", "--lora_r", "9"], "lora_r .*twice"),
-        (["--activation_checkpointing", "--gradient_checkpointing", "no"], "gradient_checkpointing .*same option"),
-        (["--fsdp", "full_shard"], "fsdp .*frozen base"),
-        (["--deepspeed", "zero3.json"], "deepspeed .*frozen base"),
-        (["--ddp_find_unused_parameters", "true"], "ddp_find_unused_parameters .*False"),
-        (["--dataset_kwargs", '{"skip_prepare_dataset": false}'], "dataset_kwargs"),
-        (["--warmup_ratio", "0.1"], "warmup_steps"),
-        (["--gpus", "1", "--cpu", "1"], "gpus and cpu"),
-        (["--gpus", "0"], "gpus: .*a count"),
-        (["--gpus", "1,1"], "gpus: .*different ids"),
-        (["--cpu", "0"], "cpu: .*found 0"),
-        (["--fp16", "--bf16"], "bf16 and fp16"),
-        (["--bf16", "--dtype", "float32"], "contradict"),
-        (["--fp16", "no", "--dtype", "float16"], "contradict"),
-        (["--fp16", "--cpu", "1"], "float16 .*GPU"),
-        (["--packing", "--max_length", "null"], "packing needs max_length"),
-        (["--eval_strategy", "steps"], "no eval_dataset"),
-        (["-gpus", "4"], "found '-gpus'"),
-        (["--trainer", "x"], "option 'trainer'"),
-        (["--quantization", "fp4"], "quantization: .*'none', 'nf4', 'int8', 'fp8', .*mean 'nf4'"),
-        (["--quantizations", "nf4"], "quantizations.*'quantization'"),
-        (["--quantization", "int8", "--load_in_4bit"], "quantization, load_in_4bit .*int8 and nf4"),
-        (["--quantization", "none", "--load_in_4bit"], "load_in_4bit .*quantization: none"),
-        (["--quantization", "int8", "--use_bnb_nested_quant"], "bnb_4bit_use_double_quant .*nf4, found int8"),
-        (["--include_input_output_embeddings"], "include_input_output_embeddings: .*quantization: none"),
-        (
-            ["--load_in_8bit", "--include_input_output_embeddings", "--use_liger_kernel"],
-            "use_liger_kernel",
-        ),
-        (["--bnb_4bit_quant_type", "nf4"], "nf4 .*4-bit format"),
-        (["--llm_int8_threshold", "6"], "llm_int8_threshold"),
-        (["--quantization_bit", "4"], "quantization_bit.*quantization: nf4"),
+        # Names
+        ("--learning_rat 1", "learning_rat", "learning_rate"),
+        ("--lora_rnk 1", "lora_rnk", "lora_r"),
+        ("--zzzzzz 1", "zzzzzz", "--help"),
+        ("--trainer x", "trainer", "unknown"),
+        ("--quantizations nf4", "quantizations", "'quantization'"),
+        ("-gpus 4", None, "'-gpus'"),
+        ("--lora_r 8 --lora_rank 9", "lora_rank", "lora_r 8 9"),
+        ("--lora_r 8 --lora_r 9", "lora_r", "8 9"),
+        ("--activation_checkpointing --gradient_checkpointing no", "gradient_checkpointing", "True False"),
+        # Values
+        ("--learning_rate fast", "learning_rate", "number 'fast'"),
+        ("--learning_rate", "learning_rate", "no value"),
+        ("--learning_rate nan", "learning_rate", "number"),
+        ("--lora_r 16.5", "lora_r", "whole 16.5"),
+        ("--lora_r 8 9", "lora_r", "whole"),
+        ("--lora_r 0", "lora_r", "1 0"),
+        ("--packing maybe", "packing", "'maybe'"),
+        ("--lr_scheduler_type cosin", "lr_scheduler_type", "'cosine'"),
+        ("--placement hos", "placement", "'auto' 'host'"),
+        ("--quantization fp4", "quantization", "'none' 'nf4' 'int8' 'fp8'"),
+        ("--resident_layers -1", "resident_layers", "0 -1"),
+        ("--gpus 0", "gpus", "count 0"),
+        ("--gpus 1,1", "gpus", "ids"),
+        ("--cpu 0", "cpu", "0"),
+        ("--method dop", "method", "'dpo'"),
+        # Options that cannot be chosen
+        ("--fsdp full_shard", "fsdp", "placement"),
+        ("--deepspeed zero3.json", "deepspeed", "placement"),
+        ("--ddp_find_unused_parameters true", "ddp_find_unused_parameters", "False True"),
+        ('--dataset_kwargs {"skip_prepare_dataset":false}', "dataset_kwargs", "False True"),
+        ("--warmup_ratio 0.1", "warmup_ratio", "warmup_steps"),
+        ("--bnb_4bit_quant_type nf4", "bnb_4bit_quant_type", "nf4"),
+        ("--llm_int8_threshold 6", "llm_int8_threshold", "int8"),
+        ("--quantization_bit 4", "quantization_bit", "quantization: nf4"),
+        ("--dataset_num_proc 2", "dataset_num_proc", "data"),
+        # Options that contradict each other
+        ("--placement file --shard_group_size 2", "shard_group_size", "file"),
+        ("--activation_checkpointing_layers auto --activation_checkpointing_kwargs {every_n_layers: 2}",
+         "activation_checkpointing_layers", "every_n_layers"),
+        ("--sharding_strategy SHARD_GRAD_OP --cpu_offload", "placement", "host replicate"),
+        ("--sharding_strategy NO_SHARD --cpu_offload", "cpu_offload", "host replicate"),
+        ("--sharding_strategy NO_SHARD --placement shard", "sharding_strategy", "replicate shard"),
+        ("--gpus 1 --cpu 1", "gpus", "cpu"),
+        ("--fp16 --bf16", "bf16", "fp16"),
+        ("--bf16 --dtype float32", "bf16", "float32"),
+        ("--fp16 no --dtype float16", "fp16", "float16"),
+        ("--fp16 --cpu 1", "dtype", "float16 GPU"),
+        ("--packing --max_length null", "max_length", "packing"),
+        ("--packing --truncation_mode keep_end", "truncation_mode", "packing keep_start"),
+        ("--eval_strategy steps", "eval_strategy", "eval_dataset"),
+        ("--quantization int8 --load_in_4bit", "quantization", "int8 nf4"),
+        ("--quantization none --load_in_4bit", "load_in_4bit", "quantization: none"),
+        ("--quantization int8 --use_bnb_nested_quant", "bnb_4bit_use_double_quant", "nf4 int8"),
+        ("--include_input_output_embeddings", "include_input_output_embeddings", "quantization: none"),
+        ("--load_in_8bit --include_input_output_embeddings --use_liger_kernel",
+         "include_input_output_embeddings", "use_liger_kernel"),
+        # The best checkpoint, which transformers asserts after the model is loaded, or never finds
+        (f"{EVALUATED} --early_stopping_patience 2", "early_stopping_patience", "load_best_model_at_end"),
+        ("--early_stopping_patience 2 --load_best_model_at_end", "load_best_model_at_end", "eval_dataset"),
+        ("--eval_dataset e --eval_strategy no --load_best_model_at_end", "load_best_model_at_end", "eval_strategy"),
+        ("--sample_prompts a", "sample_prompts", "eval_dataset"),
+        ("--save_strategy best", "save_strategy", "eval_dataset"),
+        (f"{BEST} --early_stopping_patience 0", "early_stopping_patience", "1 0"),
+        (f"{BEST} --early_stopping_threshold 0.1", "early_stopping_threshold", "early_stopping_patience"),
+        (f"{BEST} --save_strategy epoch", "save_strategy", "steps epoch"),
+        (f"{BEST} --save_strategy no", "save_strategy", "steps no"),
+        (BEST.replace("--save_steps 2", "--save_steps 3"), "save_steps", "eval_steps, 2, 3"),
+        (f"{BEST} --metric_for_best_model los", "metric_for_best_model", "'los'"),
+        # Options of another method
+        ("--beta 0.1", "beta", "dpo, kto, grpo sft"),
+        ("--method dpo --packing", "packing", "sft dpo"),
+        ("--method kto --assistant_only_loss", "assistant_only_loss", "sft kto"),
+        ("--method dpo --reward_funcs a.b", "reward_funcs", "grpo dpo"),
+        ("--method reward --sample_prompts a", "sample_prompts", "sft, dpo, kto, grpo"),
+        (f"{GRPO} --max_length 9", "max_length", "sft, dpo, kto, reward"),
+        (f"{GRPO} --use_vllm", "use_vllm", "False"),
+        (f"{GRPO} --vllm_mode server", "vllm_mode", "use_vllm"),
+        (f"{GRPO} --use_transformers_continuous_batching", "use_transformers_continuous_batching", "False"),
+        ("--method dpo --sync_ref_model", "sync_ref_model", "False"),
+        ("--method dpo --betta 1", "betta", "'beta'"),
+        ("--method grpo", "reward_funcs", "reward_model_name_or_path"),
+        ("--method reward --task_type CAUSAL_LM", "task_type", "SEQ_CLS CAUSAL_LM"),
+        ("--method dpo --eval_dataset e --metric_for_best_model a", "metric_for_best_model", "rewards/accuracies"),
+        ("--method dpo --loss_type sigmoyd", "loss_type", "sigmoid 'sigmoyd'"),
+        ("--method dpo --loss_type sigmoid ofp", "loss_type", "'ofp'"),
+        ("--method kto --loss_type sigmoid", "loss_type", "apo_zero_unpaired 'sigmoid'"),
+        ("--method kto --per_device_train_batch_size 1", "per_device_train_batch_size", "2 1"),
     ],
-)
-def test_mistakes_are_one_line_that_names_the_option(words: list[str], message: str) -> None:
-    """Catches a mistake that is passed over, or that is answered with a stack of validation errors."""
-    with pytest.raises(ConfigError, match=message) as caught:
-        resolve(*words)
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_the_option(words: str, option: str | None, mentions: str) -> None:
+    """Catches a mistake that is found by TRL in the ranks or not at all, or that is a stack of validation errors."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(*re.split(r" (?![^{]*})", words))
+    assert caught.value.option == option
+    assert [word for word in mentions.split() if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "option", "line", "mentions"),
     [
-        ("lora_r: 8\nlora_r: 8\n", "run.yaml, line 5: 'lora_r' .*line 4"),
-        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "run.yaml, line 6: 'a' "),
-        ("lora_r: 8\nlora_alpha: many\n", r"lora_alpha: .*'many' \(.*run.yaml, line 5\)"),
-        ("lora_r:\n", "lora_r: .*found nothing"),
-        ("lora:\n  r: 8\n", r"'lora' \(.*line 4\): .*flat"),
-        ("lora_r: [8\n", "line 5: not valid YAML"),
-        ("? [a, b]\n: 1\n", "line 4: .*found a list"),
-        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules: .*{'a': 1}"),
-        ("r: 8\nlora_r: 9\n", r"r and lora_r .*, 8 and 9 \(.*line 5\)"),
-        ("base_model: other/model\n", "model and base_model"),
+        ("lora_r: 8\nlora_r: 8\n", "lora_r", 5, "line 4"),
+        ("lr_scheduler_kwargs:\n  a: 1\n  a: 2\n", "a", 6, "line 5"),
+        ("lora_r: 8\nlora_alpha: many\n", "lora_alpha", 5, "'many'"),
+        ("lora_r:\n", "lora_r", 4, "nothing"),
+        ("lora:\n  r: 8\n", "lora", 4, "flat"),
+        ("lora_r: [8\n", None, 5, "YAML"),
+        ("? [a, b]\n: 1\n", None, 4, "a list"),
+        ("lora_target_modules: [q_proj, {a: 1}]\n", "lora_target_modules", None, "{'a': 1}"),
+        ("r: 8\nlora_r: 9\n", "lora_r", 5, "r 8 9"),
+        ("base_model: other/model\n", "base_model", 4, "model"),
     ],
 )
-def test_mistakes_in_yaml_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_in_yaml_name_file_and_line(
+    tmp_path: Path, text: str, option: str | None, line: int | None, mentions: str
+) -> None:
     """Catches a duplicate that silently wins, as it does in PyYAML, and errors that leave the place to the reader."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         resolve_yaml(tmp_path, text)
+    assert caught.value.option == option
+    assert line is None or caught.value.where == f"{tmp_path}/run.yaml, line {line}"
+    assert [word for word in mentions.split() if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n"])
@@ -277,8 +325,9 @@ def test_yaml_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     """Catches a crash on a list or a plain text."""
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="expected lines of `option: value`"):
+    with pytest.raises(ConfigError) as caught:
         RunConfig.resolve(path, REQUIRED)
+    assert (caught.value.where, "option: value" in caught.value.expected) == (str(path), True)
 
 
 def test_a_yaml_file_may_be_empty_and_not_absent(tmp_path: Path) -> None:
@@ -286,8 +335,9 @@ def test_a_yaml_file_may_be_empty_and_not_absent(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("# nothing yet\n")
     assert read_yaml_options(path) == []
-    with pytest.raises(ConfigError, match="absent.yaml.*No such file"):
+    with pytest.raises(ConfigError) as caught:
         RunConfig.resolve(tmp_path / "absent.yaml", REQUIRED)
+    assert caught.value.where == tmp_path / "absent.yaml"
 
 
 def test_the_same_value_by_two_names_is_no_contradiction() -> None:
@@ -305,26 +355,32 @@ def test_defaults_of_other_tools_are_no_choice(tmp_path: Path) -> None:
 def test_a_missing_option_is_named(missing: str) -> None:
     """Catches a run that starts without one of the three, and a message about a class's fields."""
     index = REQUIRED.index(f"--{missing}")
-    with pytest.raises(ConfigError, match=f"no {missing}: give --{missing}"):
+    with pytest.raises(ConfigError) as caught:
         RunConfig.resolve(None, REQUIRED[:index] + REQUIRED[index + 2 :])
+    assert caught.value.option == missing and f"--{missing}" in caught.value.fix
 
 
 def test_python_code_takes_the_same_names() -> None:
     """Catches a constructor that knows less than the command line."""
     config = RunConfig(model="org/model", dataset="rows.jsonl", max_steps=5, lora_rank=4)
     assert (config.model_name_or_path, config.lora_r, config.trainer) == ("org/model", 4, {"max_steps": 5})
-    with pytest.raises(ConfigError, match="max_steps: .*'five'"):
+    with pytest.raises(ConfigError) as caught:
         RunConfig(model="org/model", dataset="rows.jsonl", max_steps="five")
+    assert caught.value.option == "max_steps"
 
 
-def test_old_transformers_gets_its_own_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches `activation_checkpointing` handed to a transformers that has only the old name."""
-    known = {name: option for name, option in read_trainer_options().items() if not name.startswith("activation_check")}
-    monkeypatch.setattr("lorashard.config.run_config.read_trainer_options", lambda *_: known)
-    options = resolve("--activation_checkpointing", "--activation_checkpointing_kwargs", "{a: 1}").trainer_options
-    assert options["gradient_checkpointing"] is True
-    assert options["gradient_checkpointing_kwargs"] == {"a": 1}
-    assert not [name for name in options if name.startswith("activation_check")]
+@pytest.mark.parametrize(
+    "options",
+    [
+        RunConfig(model="m", dataset="d", output_dir="o", resident_layers="auto", max_steps=3, lora_target_modules="q"),
+        ChatOptions.read(["an adapter", "--placement", "host", "--system", "é\n", "--json"]),
+    ],
+)
+def test_ranks_read_the_options_that_were_resolved(tmp_path: Path, options: RankOptions) -> None:
+    """Catches an option lost or changed in the file from which ranks read them, and a default taken for a choice."""
+    options.to_file(tmp_path / "options.json")
+    found = type(options).from_file(tmp_path / "options.json")
+    assert found == options and found.model_fields_set == options.model_fields_set
 
 
 @pytest.mark.parametrize(
@@ -341,26 +397,20 @@ def test_annotations_of_every_style_are_understood(annotation: str, kinds: set[s
     assert Option.from_annotation("option", annotation).kinds == kinds
 
 
-def test_words_without_an_option_are_refused() -> None:
-    """Catches a stray word that is swallowed."""
-    with pytest.raises(ConfigError, match="--.*'stray'"):
-        read_command_line(["stray", "--lora_r", "8"])
-
-
 @pytest.mark.parametrize(
-    ("option", "message"),
-    (
-        ({"activation_offloading": True}, "activation_offloading"),
-        ({"activation_checkpointing_kwargs": {"offload": True}}, "offload"),
-        ({"use_liger_kernel": True}, "liger"),
-    ),
+    "option",
+    [
+        {"activation_offloading": True},
+        {"activation_checkpointing_kwargs": {"offload": True}},
+        {"use_liger_kernel": True},
+    ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(option, message):
+def test_what_needs_a_gpu_is_refused_without_one(option):
     """Catches a crash inside torch's pinned allocator or a kernel, after the model has been loaded."""
     from lorashard.training.train import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
-    with pytest.raises(ConfigError, match=f"(?i){message}.*GPU"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(option))}.*GPU"):
         build_arguments(config, use_cpu=True)
 
 
@@ -374,11 +424,9 @@ def test_torch_compile_is_lorashards_own():
     assert not [name for name in config.trainer_options if "compile" in name]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"format": "nf5"}, "nf4, int8 or fp8, found 'nf5'"), ({"format": "fp8", "double_quant": True}, "nf4")],
-)
-def test_a_quantization_of_a_script_is_checked_as_an_option_is(options, message):
+@pytest.mark.parametrize("options", [{"format": "nf5"}, {"format": "fp8", "double_quant": True}])
+def test_a_quantization_of_a_script_is_checked_as_an_option_is(options):
     """A misspelled format would quietly be another one, and a second quantization of no scales is none."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         Quantization(**options)
+    assert caught.value.option == "quantization" and options["format"] in caught.value.found

@@ -62,7 +62,7 @@ def test_rendered_preview(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "long.jsonl", [{"text": "x " * 100}])
     [row] = preview(DataOptions(dataset=path, max_length=10), make_tokenizer(), 1)
     num_tokens = len(make_tokenizer()("x " * 100 + "</s>")["input_ids"])
-    assert f"10 tokens, cut from {num_tokens}, " in render_preview([row])
+    assert f"10 tokens, truncated from {num_tokens}, " in render_preview([row])
 
 
 def save(folder: Path, **options: object) -> str:
@@ -79,8 +79,9 @@ def test_padding_token_is_the_end_token_if_there_is_none(tmp_path: Path) -> None
     assert load_tokenizer(save(tmp_path / "b")).pad_token == "<pad>"
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "c")
-    with pytest.raises(ConfigError, match="padding token"):
+    with pytest.raises(ConfigError) as caught:
         load_tokenizer(str(tmp_path / "c"))
+    assert caught.value.option == "eos_token"
     assert load_tokenizer(str(tmp_path / "c"), eos_token="<|im_end|>").pad_token == "<|im_end|>"
 
 
@@ -95,12 +96,10 @@ def test_chat_template_is_taken_from_a_file_or_a_tokenizer(tmp_path: Path) -> No
     foreign = make_tokenizer(CHATML.replace("<|im_end|>", "<|foreign|>"))
     foreign.add_tokens(["<|foreign|>"], special_tokens=True)
     foreign.save_pretrained(tmp_path / "foreign")
-    with pytest.raises(ConfigError, match=r"<\|foreign\|>"):
-        load_tokenizer(base, chat_template_path=str(tmp_path / "foreign"))
-    with pytest.raises(ConfigError, match="no chat template"):
-        load_tokenizer(base, chat_template_path=base)
-    with pytest.raises(ConfigError, match="missing.jinja.*No such file"):
-        load_tokenizer(base, chat_template_path="missing.jinja")
+    for path, mentioned in {str(tmp_path / "foreign"): "<|foreign|>", base: base, "missing.jinja": "No such"}.items():
+        with pytest.raises(ConfigError, match=re.escape(mentioned)) as caught:
+            load_tokenizer(base, chat_template_path=path)
+        assert caught.value.option == "chat_template_path"
 
 
 def test_missing_tokenizer_or_token(tmp_path: Path) -> None:
@@ -109,5 +108,6 @@ def test_missing_tokenizer_or_token(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(CheckpointError, match="'nobody/nothing'"):
         load_tokenizer("nobody/nothing")
-    with pytest.raises(ConfigError, match="eos_token 'stop!'"):
+    with pytest.raises(ConfigError) as caught:
         load_tokenizer(save(tmp_path / "a"), eos_token="stop!")
+    assert (caught.value.option, caught.value.found) == ("eos_token", "'stop!'")

@@ -8,6 +8,7 @@ import pytest
 from helpers.data import CHATML, chat, make_tokenizer, write_jsonl
 
 from lorashard.data.prompts import PromptWriter, read_prompts
+from lorashard.data.sources import BadRow
 from lorashard.errors import DataError
 
 
@@ -35,6 +36,15 @@ def test_a_text_goes_on_and_a_conversation_is_answered(tmp_path):
     assert as_chat[0] == f"<|im_start|>user\nWhat is<|im_end|>\n{header}"
     prompts = read_prompts(path, PromptWriter(make_tokenizer(CHATML)))
     assert prompts[2].row == rows[2] and prompts[1].place == f"{path} line 2"
+
+
+def test_a_conversation_goes_on_after_an_empty_answer():
+    """Catches a chat that refuses every message once the model has answered with no token at all."""
+    tokenizer = make_tokenizer(CHATML)
+    written = tokenizer.decode(PromptWriter(tokenizer).write(chat("a", "", "b")))
+    assert "<|im_start|>assistant\n<|im_end|>" in written and written.endswith("<|im_start|>assistant\n")
+    with pytest.raises(BadRow, match="no content"):  # templates would write "None"
+        PromptWriter(tokenizer).write([{"role": "user", "content": "a"}, {"role": "assistant"}, *chat("b")])
 
 
 def test_answers_end_where_the_template_ends_a_turn():

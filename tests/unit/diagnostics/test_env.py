@@ -8,17 +8,17 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 from helpers.hub_server import HubServer
+from helpers.paths import ROOT
 from huggingface_hub import constants
 
 from lorashard.cli import main
 from lorashard.config.use_options import DoctorOptions
+from lorashard.diagnostics.checks import Check, has_failed, merge_ranks, summarize
 from lorashard.diagnostics.doctor import machine
-from lorashard.diagnostics.doctor.checks import Check, has_failed, merge_ranks, summarize
 from lorashard.diagnostics.env import (
     describe_environment,
     describe_variables,
@@ -45,12 +45,8 @@ def _own_folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def names_and_results(checks: list[Check] | Iterator[Check]) -> list[tuple[str, str]]:
-    return [(check.name, check.result) for check in checks]
-
-
-def test_env_is_whole_and_holds_no_secret(monkeypatch, capsys):
-    """Catches a token that a person pastes into a public issue, or a report that is no JSON."""
+def test_env_is_complete_and_holds_no_secret(monkeypatch, capsys):
+    """Catches a token in a public issue, a report that is not JSON, and a checkout that is not recognized."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -66,13 +62,14 @@ def test_env_is_whole_and_holds_no_secret(monkeypatch, capsys):
     sections = json.loads(shown)
     assert sections["variables"]["NCCL_DEBUG"] == "INFO" and sections["variables"]["HF_TOKEN"] == "set, not shown"
     assert sections["packages"]["torch"] == importlib.metadata.version("torch")
+    assert (sections["lorashard"]["commit"] == "not from a checkout") == (not (ROOT / ".git").exists())
     assert sections["memory and limits"]["RAM"]["total_bytes"] > GIB
     assert text.startswith("```text\n") and text.endswith("```\n")
     assert all(f"[{title}]" in text for title in sections)
 
 
 def test_env_answers_where_torch_cannot_be_imported(tmp_path):
-    """Catches a report that dies of what it is to report."""
+    """Catches a report that fails with what it should report."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     script = "import sys; sys.path.insert(0, 'broken'); from lorashard.cli import main; sys.exit(main(['env']))"
@@ -85,7 +82,7 @@ def test_env_answers_where_torch_cannot_be_imported(tmp_path):
 
 
 def test_env_names_an_accelerate_config_that_shards(tmp_path):
-    """Catches a bug report that hides why the run was refused."""
+    """Catches a report that hides why the run was refused, and a doctor that does not see it."""
     file = tmp_path / "hf/accelerate/default_config.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n")
@@ -98,30 +95,21 @@ def test_env_names_an_accelerate_config_that_shards(tmp_path):
 
 
 def test_only_what_changes_a_run_is_shown():
-    """Catches the whole environment of a person in a public issue."""
-    environ = {
-        "EDITOR": "vi",
-        "OMP_NUM_THREADS": "2",
-        "AWS_SESSION": "x",
-        "https_proxy": "http://proxy",
-        "HF_TOKEN": "",
-    }
+    """Catches a user's whole environment in a public issue."""
+    shown = {"HF_TOKEN": "", "OMP_NUM_THREADS": "2", "https_proxy": "http://proxy"}
 
-    assert describe_variables(environ) == {"HF_TOKEN": "empty", "OMP_NUM_THREADS": "2", "https_proxy": "http://proxy"}
+    found = describe_variables(shown | {"EDITOR": "vi", "AWS_SESSION": "x"})
+
+    assert found == shown | {"HF_TOKEN": "empty"}
 
 
-def test_the_home_folder_is_hidden(monkeypatch):
-    """Catches a user's name in a public issue, and a folder that only begins like the home folder."""
+def test_addresses_lose_their_secrets_and_paths_the_home_folder(monkeypatch):
+    """Catches a password or a user's name in a public issue, and a folder that only begins like the home folder."""
     monkeypatch.setenv("HOME", "/people/ada")
+    secrets = ["joe:sesame@proxy:8080", "http://joe:p@sesame@proxy:1", "http://u:sesame/w@h:1"]
+    secrets += ["https://mirror/?token=sesame", "ghp_sesame123456"]
 
-    for secret in (
-        "joe:sesame@proxy:8080",
-        "http://joe:p@sesame@proxy:1",
-        "http://u:sesame/w@h:1",
-        "https://mirror/?token=sesame",
-        "ghp_sesame123456",
-    ):
-        assert "sesame" not in hide_secrets(secret), secret
+    assert [secret for secret in secrets if "sesame" in hide_secrets(secret)] == []
     assert hide_secrets("/people/ada/models:/people/ada /people/adam") == "~/models:~ /people/adam"
 
 
@@ -146,7 +134,7 @@ def test_the_memory_limit_is_that_of_every_group_around(version, tmp_path):
     assert read_memory_limit(tmp_path, membership) is None
 
 
-def test_memory_that_the_container_does_not_give_is_said(monkeypatch):
+def test_memory_beyond_the_containers_limit_is_a_warning(monkeypatch):
     """Catches plans that count on memory for which the kernel kills the rank."""
     monkeypatch.setattr(machine, "read_memory_limit", lambda: 12 * GIB)
     monkeypatch.setattr(machine, "read_available_bytes", lambda: 10 * GIB)
@@ -154,12 +142,13 @@ def test_memory_that_the_container_does_not_give_is_said(monkeypatch):
 
     [check] = machine.check_memory()
 
-    assert check.result == "warn" and "10.0 GiB free of 12.0 GiB" in check.found and "100.0 GiB" in check.found
+    assert (check.result, check.figures) == ("warn", {"free_bytes": 10 * GIB})
+    assert "12.0 GiB" in check.found and "100.0 GiB" in check.found
 
 
 def test_packages_that_are_missing_or_old_are_named(monkeypatch):
-    """Catches a doctor that finds an old library healthy."""
-    assert names_and_results(machine.check_packages()) == [("packages", "ok")]
+    """Catches a doctor that accepts an old library."""
+    assert [check.result for check in machine.check_packages()] == ["ok"]
     needs = ["torch>=99", "no-such-package>=1,<2", 'gradio>=6; extra == "ui"', "pyyaml>=6"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
 
@@ -177,7 +166,7 @@ def test_a_good_folder_is_measured_and_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_folders_place_is_said(tmp_path):
+def test_a_file_in_the_folders_place_is_named(tmp_path):
     """Catches an error that names neither the file nor what to do."""
     (tmp_path / "runs").write_text("")
 
@@ -186,7 +175,7 @@ def test_a_file_in_the_folders_place_is_said(tmp_path):
         assert check.result == "FAIL" and str(folder) in check.found and "file" in (check.fix or "")
 
 
-def test_a_limit_on_file_sizes_is_said(tmp_path):
+def test_a_limit_on_file_sizes_is_found(tmp_path):
     """Catches a probe that is content with an empty file: weights do not fit under the limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
@@ -198,8 +187,8 @@ def test_a_limit_on_file_sizes_is_said(tmp_path):
     assert check.result == "FAIL" and "ulimit -f" in (check.fix or "")
 
 
-@pytest.mark.parametrize(("option", "fix"), [("size=2m", "make room"), ("ro", "may write to")])
-def test_a_disk_that_is_full_or_read_only_is_said(option, fix, tmp_path):
+@pytest.mark.parametrize(("option", "fix"), [("size=2m", "space"), ("ro", "write")])
+def test_a_disk_that_is_full_or_read_only_is_found(option, fix, tmp_path):
     """Catches a probe that does not reach the disk."""
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
@@ -212,7 +201,7 @@ def test_a_disk_that_is_full_or_read_only_is_said(option, fix, tmp_path):
     assert check.result == "FAIL" and fix in (check.fix or "")
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_found(tmp_path, monkeypatch):
     """Catches network file systems that grant every lock to everybody."""
     monkeypatch.setattr("fcntl.flock", lambda descriptor, operation: None)
 
@@ -226,20 +215,18 @@ def test_a_check_that_hangs_or_crashes_is_a_finding():
     release = threading.Event()
 
     def hang() -> Iterator[Check]:
-        release.wait(20)
+        release.wait()
         yield Check("disk", "ok", "")
 
     def crash() -> Iterator[Check]:
         raise OSError("stale file handle")
         yield
 
-    begin_s = time.monotonic()
     [hung] = machine.run_bounded("disk", hang, 0.2)
     release.set()
-    [crashed] = machine.run_bounded("disk", crash, 5)
+    [crashed] = machine.run_bounded("disk", crash, 60)
 
-    assert time.monotonic() - begin_s < 10
-    assert (hung.result, hung.found) == ("FAIL", "no answer within 0.2 s")
+    assert hung.result == "FAIL" and "0.2 s" in hung.found
     assert crashed.result == "FAIL" and "stale file handle" in crashed.found
 
 
@@ -248,52 +235,43 @@ def test_a_check_that_hangs_or_crashes_is_a_finding():
     [
         ({"ACCELERATE_USE_FSDP": "true"}, "FAIL", "FSDP"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "FAIL", "DeepSpeed"),
-        ({"GLOO_SOCKET_IFNAME": "nope0"}, "FAIL", "GLOO_SOCKET_IFNAME names nope0"),
-        ({"NCCL_SOCKET_IFNAME": "=l"}, "FAIL", "NCCL_SOCKET_IFNAME names l,"),
+        ({"GLOO_SOCKET_IFNAME": "nope0"}, "FAIL", "nope0"),
+        ({"NCCL_SOCKET_IFNAME": "=l"}, "FAIL", "NCCL_SOCKET_IFNAME"),
         ({"NCCL_P2P_DISABLE": "1"}, "warn", "NCCL_P2P_DISABLE"),
-        ({"OMP_NUM_THREADS": "500"}, "warn", "OMP_NUM_THREADS is 500 for each of 2 ranks"),
+        ({"OMP_NUM_THREADS": "500"}, "warn", "500 for each of 2 ranks"),
         ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warn", "TORCH_DISTRIBUTED_DEBUG"),
-        (
-            {
-                "ACCELERATE_USE_FSDP": "false",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "NCCL_SOCKET_IFNAME": "l",
-                "NCCL_P2P_DISABLE": "0",
-                "OMP_NUM_THREADS": "1",
-            },
-            "ok",
-            "no variable",
-        ),
-        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, "ok", "no variable"),
+        ({"ACCELERATE_USE_FSDP": "false", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "l"}, "ok", ""),
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo", "NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "1"}, "ok", ""),
     ],
 )
 def test_a_variable_that_stops_or_slows_a_run_is_named(environ, result, word):
-    """Catches a setting of last month's cluster that nobody thinks of, and good settings that are called bad."""
+    """Catches a forgotten setting of another cluster, and good settings that are called bad."""
     [check] = machine.check_environment(DoctorOptions(cpu=2), environ)
 
     assert (check.result, word in check.found) == (result, True), check
 
 
 def test_the_hub_is_asked(monkeypatch):
-    """Catches a doctor that finds a hub healthy that nobody can reach."""
+    """Catches a doctor that accepts a hub which does not answer."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with HubServer({}, {}) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
         [answered] = machine.check_hub()
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
     [refused] = machine.check_hub()
 
     assert answered.result == "ok" and server.endpoint in answered.found
-    assert refused.result == "warn" and "does not answer" in refused.found and "HTTPS_PROXY" in (refused.fix or "")
+    assert refused.result == "warn" and "HTTPS_PROXY" in (refused.fix or "")
 
 
-def test_the_rank_for_which_it_went_worst_is_shown():
-    """Catches a report of rank 0's health while rank 1's link is broken, and findings of one check mixed up."""
+def test_the_worst_finding_of_all_ranks_is_reported():
+    """Catches a report of rank 0 while rank 1's link is broken, and the findings of one check mixed up."""
     healthy = [Check("env", "warn", "a", "fix a"), Check("env", "warn", "b", "fix b"), Check("links", "ok", "fast")]
-    ill = [Check("env", "ok", "a"), Check("env", "ok", "b"), Check("links", "FAIL", "wrong bytes", "stop")]
+    ill = [Check("env", "ok", "a"), Check("env", "warn", "b"), Check("links", "FAIL", "wrong bytes", "stop")]
 
     merged = merge_ranks([healthy, ill])
 
-    assert [check.found for check in merged] == ["rank 0: a", "rank 0: b", "rank 1: wrong bytes"]
+    assert [check.found for check in merged] == ["rank 0: a", "b", "rank 1: wrong bytes"]
     assert has_failed(merged) and summarize(merged) == "1 of 3 checks failed, 2 warnings"
     assert not has_failed(healthy) and summarize(healthy).startswith("3 checks: 2 warnings")
+    assert merge_ranks([healthy[:1], []])[0].found == "rank 0: a", "the other rank has not come so far"

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,22 +14,16 @@ from helpers.engine import CPU, GARBAGE_BYTE
 
 from lorashard.engine import HostCopies
 from lorashard.engine.copies import RING_BUFFERS, allocate_host
+from lorashard.engine.queues import Queues
 
 BUFFER_BYTES = 64
 
 
-class InstantEvent:
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: InstantEvent) -> float:
-        return 0.0
-
-
-class InstantQueues:
+class InstantQueues(Queues):
     """Of a device whose memory is the host's; what `pinned` has given is pinned."""
 
     def __init__(self) -> None:
+        super().__init__(CPU)
         self.pinned_addresses: set[int] = set()
 
     def make(self) -> object:
@@ -38,10 +33,10 @@ class InstantQueues:
     def on(self, queue: object) -> Iterator[None]:
         yield
 
-    def record(self, is_timed: bool = False) -> InstantEvent:
-        return InstantEvent()
+    def record(self, is_timed: bool = False) -> Mock:
+        return Mock()
 
-    def wait(self, event: InstantEvent) -> None:
+    def wait(self, event: Mock) -> None:
         pass
 
     def pinned(self, num_bytes: int) -> torch.Tensor:

@@ -47,16 +47,16 @@ def test_any_tensors_are_cut_and_put_together_again():
             assert end_byte <= field.begin_byte < end_byte + ALIGNMENT_BYTES
             end_byte = field.end_byte
         assert layout.used_bytes == end_byte
-        # No byte is what stands where nothing was put.
+        # No byte is the one that fills where nothing was put.
         contents = [
             torch.randint(0, 255, (f.num_bytes,), dtype=torch.uint8, generator=generator) for f in layout.fields
         ]
         shards = cut_shards(layout, contents)
-        whole = torch.cat(shards)
-        assert whole.numel() == layout.total_bytes
+        unsharded = torch.cat(shards)
+        assert unsharded.numel() == layout.total_bytes
         for field, content in zip(layout.fields, contents, strict=True):
-            assert torch.equal(as_bytes(whole[field.begin_byte : field.end_byte]), content)
-        assert int((whole != GARBAGE_BYTE).sum()) == sum(field.num_bytes for field in layout.fields)
+            assert torch.equal(as_bytes(unsharded[field.begin_byte : field.end_byte]), content)
+        assert int((unsharded != GARBAGE_BYTE).sum()) == sum(field.num_bytes for field in layout.fields)
         pieces = [piece for rank in range(layout.num_shards) for piece in layout.pieces(rank)]
         assert all(piece.begin_byte < piece.end_byte for piece in pieces)
         assert sum(piece.end_byte - piece.begin_byte for piece in pieces) == sum(f.num_bytes for f in layout.fields)

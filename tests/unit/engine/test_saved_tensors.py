@@ -1,4 +1,4 @@
-"""What autograd, and others, keep of a sharded model: never a slot's memory, and always the right numbers."""
+"""What autograd, and others, keep of a sharded model: never a slot's memory, and always the right values."""
 
 from __future__ import annotations
 
@@ -171,8 +171,9 @@ def test_a_double_backward_is_right_or_refused():
     for num_layers in (1, 3):
         assert build_rig(num_layers).find_differences(differentiate_twice) == []
     rig = build_rig(num_layers=5)
-    with pytest.raises(ShardError, match="layers.4"):
+    with pytest.raises(ShardError) as caught:
         differentiate_twice(rig.model)
+    assert "layers.4" in caught.value.where
     rig.model.zero_grad()
     assert rig.find_differences(train) == []
 
@@ -216,7 +217,7 @@ def test_a_look_at_the_graph_gives_a_copy():
 
 
 def keep_and_train(rig: Rig, derive: Callable[[torch.Tensor], Any]) -> list:
-    """Keep what `derive` gives for the weight of a layer during a forward, and go on."""
+    """Keep what `derive` gives for the weight of a layer during a forward, then train."""
     kept: list = []
     hook = rig.model.layers[2].linear.register_forward_hook(lambda m, args, output: kept.append(derive(m.weight)))
     try:
@@ -241,10 +242,11 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("derive", VIEWS.values(), ids=VIEWS)
 def test_a_view_that_is_stored_outside_is_named(derive):
-    """Whoever keeps a weight would read another unit's numbers next, the loss still healthy."""
+    """Whoever keeps a weight would read another unit's values next, the loss still healthy."""
     rig = build_rig(num_layers=5)
-    with pytest.raises(ShardError, match=r"'layers.2'.*ctx.save_for_backward"):
+    with pytest.raises(ShardError) as caught:
         keep_and_train(rig, derive)
+    assert "layers.2" in caught.value.where
     rig.model.zero_grad()
     assert rig.find_differences(train) == []
 

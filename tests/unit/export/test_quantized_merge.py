@@ -1,4 +1,4 @@
-"""An adapter of a quantized base, used and merged: the numbers of training, against bitsandbytes and plain PEFT."""
+"""An adapter of a quantized base, used and merged: the values of training, against bitsandbytes and plain PEFT."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.merging import disturb, read_tensors
-from helpers.tiny import build_base, find_differences
+from helpers.merging import read_tensors
+from helpers.tiny import build_base, disturb, find_differences
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -132,7 +132,7 @@ def check_requantized(folder: Path, merged: dict[str, torch.Tensor], quantizatio
     assert find_differences(others, {name: merged[name] for name in others}) == []
 
 
-def test_the_dtype_of_training_decides_the_numbers(tmp_path):
+def test_the_dtype_of_training_decides_the_values(tmp_path):
     """An fp32 checkpoint that is quantized as it lies there, where training had quantized what it became in bf16."""
     quantization = FORMATS[0]
     build_base("llama", torch.float32, **SIZES).save_pretrained(tmp_path / "base")
@@ -164,11 +164,9 @@ def test_what_transformers_cannot_load_quantized_is_refused(tmp_path, base):
     """A merged model in a folder that no library reads."""
     adapter = save_trained(tmp_path / "adapter", base, FORMATS[0])
     model = lorashard.load_adapter(adapter, placement="replicate", dtype=BF16, device=CPU)
-    for asked, words in (("fp8", "no fp8"), (Quantization("nf4", False, True), "embedding"), ("nf5", "nf5")):
-        with pytest.raises(ConfigError, match=words):
+    for asked in ("fp8", Quantization("nf4", has_vocabulary=True), "nf5"):
+        with pytest.raises(ConfigError):
             lorashard.merge(adapter, tmp_path / "out", requantize=asked)
-    with pytest.raises(ConfigError, match="live"):
-        lorashard.merge(model, tmp_path / "out", quantization="int8")
     with pytest.raises(ConfigError, match="merge_and_unload"):
         model.merge_and_unload()
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -180,15 +178,15 @@ def test_what_transformers_cannot_load_quantized_is_refused(tmp_path, base):
     for name, made, target in (("experts", experts, "q_proj"), ("transposed", transposed, "c_attn")):
         made.to(BF16).save_pretrained(tmp_path / name)
         adapter = save_trained(tmp_path / f"adapter-{name}", tmp_path / name, FORMATS[0], target_modules=[target])
-        with pytest.raises(ConfigError, match="linear weights alone"):
+        with pytest.raises(ConfigError) as error:
             lorashard.merge(adapter, tmp_path / "out", requantize="nf4")
-        assert not (tmp_path / "out").exists()
+        assert error.value.option == "requantize" and not (tmp_path / "out").exists()
         lorashard.merge(adapter, tmp_path / f"merged-{name}")  # dequantized, all of it can be written
         assert read_tensors(tmp_path / f"merged-{name}").keys() == read_tensors(tmp_path / name).keys()
 
 
 def test_an_adapter_remembers_how_its_base_was_quantized(tmp_path, base, caplog):
-    """A base that is loaded in another form than the adapter was trained on, or gone on training on, without a word."""
+    """A base that is loaded, or trained on again, in another form than the adapter knows, without a warning."""
     double, plain = FORMATS[1], None
     adapter = save_trained(tmp_path / "adapter", base, double)
     for asked, expected in ((None, double), ("nf4", double), ("int8", Quantization("int8")), ("none", None)):
@@ -232,5 +230,6 @@ def test_a_model_that_was_quantized_in_memory_merges_dequantized(tmp_path, base)
     reference = make_reference(base, FORMATS[0])
     expected = PeftModel.from_pretrained(reference, tmp_path / "adapter").merge_and_unload().state_dict()
     assert find_differences(read_model(tmp_path / "out"), expected) == []
-    with pytest.raises(ConfigError, match="original weights"):
-        lorashard.merge(model, tmp_path / "again", quantization="none")
+    lorashard.merge(model, tmp_path / "original", quantization="none")
+    original = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=BF16), tmp_path / "adapter")
+    assert find_differences(read_model(tmp_path / "original"), original.merge_and_unload().state_dict()) == []

@@ -34,11 +34,11 @@ def test_one_file_equals_what_safetensors_writes(tmp_path):
     """A header that other readers refuse, a tensor that is not aligned to its items, an offset that is one off."""
     tensors = make_tensors()
     plan = plan_files(on_meta(tensors), "5GB")
-    with TensorWriter(tmp_path, plan) as writer:
-        writer.create()
-        for key in reversed(tensors):
-            writer.write(key, 0, tensors[key])
-        writer.flush()
+    writer = TensorWriter(tmp_path, plan)
+    writer.create()
+    for key in reversed(tensors):
+        writer.write(key, 0, tensors[key])
+    writer.flush()
     save_file(tensors, tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     assert plan.index is None and plan.total_bytes == (tmp_path / "expected").stat().st_size
@@ -47,14 +47,13 @@ def test_one_file_equals_what_safetensors_writes(tmp_path):
 def test_parts_are_cast_and_come_to_their_place(tmp_path):
     """A part written from element 0, in the wrong dtype, or as its memory lies rather than as its elements go."""
     tensors = make_tensors()
-    with TensorWriter(tmp_path, plan_files(on_meta(tensors), "5GB")) as writer:
-        writer.create()
-        value = torch.arange(15.0).view(5, 3).T  # [3, 5], not contiguous
-        writer.write("b", 0, value[:2])
-        writer.write("b", 10, value[2:])
-        with pytest.raises(ValueError, match="which has 15"):
-            writer.write("b", 11, value[2:])
-        assert writer.bytes_written == 30
+    writer = TensorWriter(tmp_path, plan_files(on_meta(tensors), "5GB"))
+    writer.create()
+    value = torch.arange(15.0).view(5, 3).T  # [3, 5], not contiguous
+    writer.write("b", 0, value[:2])
+    writer.write("b", 10, value[2:])
+    with pytest.raises(ValueError, match="15"):
+        writer.write("b", 11, value[2:])
     with Checkpoint.open(tmp_path) as checkpoint:
         raw = torch.empty(30, dtype=torch.uint8)
         checkpoint.read_bytes(checkpoint.tensors["b"], 0, 30, raw)
@@ -76,5 +75,6 @@ def test_several_files_are_split_named_and_indexed_as_transformers_does(tmp_path
 
 def test_no_size_is_refused():
     """An error of the hub's client that names neither the option nor what it takes."""
-    with pytest.raises(ConfigError, match="max_shard_size: expected .* found 'much'"):
+    with pytest.raises(ConfigError) as error:
         plan_files(on_meta(make_tensors()), "much")
+    assert (error.value.option, error.value.found) == ("max_shard_size", "'much'")

@@ -274,5 +274,5 @@ def test_a_queue_is_refused_in_ranks_that_are_there_already(monkeypatch, tmp_pat
         monkeypatch.setenv(name, value)
     config = RunConfig(model_name_or_path="m", dataset="d.jsonl", output_dir=str(tmp_path / "out"), cpu=2, queue=True)
     with pytest.raises(ConfigError, match="queue: torchrun"):
-        finetune(config, [])
+        finetune(config)
     assert os.listdir(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,13 @@ def test_the_options_reach_peft(tmp_path):
     [
         (["--init_lora_weights", "corda"], "rewrites the base"),
         (["--init_lora_weights", "pissa_niter_x"], "rewrites the base"),
-        (["--init_lora_weights", "gausian"], "found 'gausian'"),
-        (["--init_lora_weights", "loftq"], "found quantization: none"),
-        (["--init_lora_weights", "loftq", "--load_in_8bit"], "found quantization: int8"),
-        (["--init_lora_weights", "loftq", "--load_in_4bit"], "expected 16 with lora_r 16, found 32"),
-        (["--init_lora_weights", "loftq", "--load_in_4bit", "--use_dora"], "use_dora: LoftQ"),
-        (["--quantization", "nf4", "--torch_compile"], "torch_compile: "),
-        (["--layers_to_transform", "3"], "lora_target_modules as"),
+        (["--init_lora_weights", "gausian"], "'gausian'"),
+        (["--init_lora_weights", "loftq"], "none"),
+        (["--init_lora_weights", "loftq", "--load_in_8bit"], "int8"),
+        (["--init_lora_weights", "loftq", "--load_in_4bit"], "32"),
+        (["--init_lora_weights", "loftq", "--load_in_4bit", "--use_dora"], "use_dora"),
+        (["--quantization", "nf4", "--torch_compile"], "torch_compile"),
+        (["--layers_to_transform", "3"], "lora_target_modules"),
         (["--loraplus_lr_ratio", "0.5"], "loraplus_lr_ratio"),
     ],
 )
@@ -62,17 +63,39 @@ def test_what_cannot_be_is_refused_in_a_line(words, part):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "option", "words"),
     [
-        ({"target_modules": ["q_proj", "v_prj"]}, "target_modules: .*'v_prj'.*'v_proj'"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "modules_to_save: .*'lm_haed'.*'lm_head'"),
-        ({"target_modules": ["q_proj"], "target_parameters": ["experts.gate"]}, "target_parameters: .*'experts.gate'"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": [1, 99]}, "from 0 to 5, .* found 99"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": -1}, "from 0 to 5, .* found -1"),
+        ({"target_modules": ["q_proj", "v_prj"]}, "target_modules", ["'v_prj'", "'v_proj'"]),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]},
+            "modules_to_save",
+            ["'lm_haed'", "'lm_head'"],
+        ),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.gate"]}, "target_parameters", ["experts.gate"]),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1, 99]}, "layers_to_transform", ["0 to 5", "99"]),
+        ({"target_modules": ["q_proj"], "layers_to_transform": -1}, "layers_to_transform", ["0 to 5", "-1"]),
     ],
 )
-def test_what_would_silently_not_be_trained_is_named(tmp_path, options, message):
-    """PEFT adapts the rest and goes on; the run ends well, and half of it was never trained."""
+def test_what_would_silently_not_be_trained_is_named(tmp_path, options, option, words):
+    """PEFT adapts the rest; the run ends without an error, and half of it was never trained."""
     build_base().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         lorashard.load(str(tmp_path), LoraConfig(task_type="CAUSAL_LM", **options), "shard", dtype=torch.float32)
+    assert caught.value.option == option and all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("flash_attention_2", "flash_attn"), ("kernels-community/flash-attn3", "kernels"), ("fastest", None)],
+)
+def test_an_attention_that_is_not_available_is_refused_in_a_line(tmp_path, monkeypatch, name, package):
+    """Catches a traceback from inside transformers in place of the package that is missing."""
+    if package is not None and importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    build_base().save_pretrained(tmp_path)
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError) as caught:
+        lorashard.load(tmp_path, lora, "replicate", attn_implementation=name)
+    assert caught.value.option == "attn_implementation" and name in caught.value.problem
+    assert len(str(caught.value).splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Quantizing while reading: which weights, which bytes each rank reads, and that all get what one rank would."""
+"""Quantizing while reading: which weights, which bytes each rank reads, and that shards equal one rank's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_unit(quantization: Quantization, *more: tuple[int, ...]) -> FoundUnit:
     return FoundUnit("layer", LAYER, weights)
 
 
-def quantize_whole(unit: FoundUnit) -> torch.Tensor:
+def quantize_at_once(unit: FoundUnit) -> torch.Tensor:
     """Return the unit's buffer with each weight quantized at once."""
     layout = plan_unit(unit, 1)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
@@ -55,8 +55,8 @@ def quantize_whole(unit: FoundUnit) -> torch.Tensor:
     for weight in unit.weights:
         parts = [weight.parameter.detach()]
         if weight.quantizer is not None:
-            numbers, scales = weight.quantizer.quantize(weight.parameter.detach().view(-1), weight.parameter.shape)
-            parts = [numbers, *weight.quantizer.keep_scales(scales)]
+            values, scales = weight.quantizer.quantize(weight.parameter.detach().view(-1), weight.parameter.shape)
+            parts = [values, *weight.quantizer.keep_scales(scales)]
         for part in parts:
             field = next(fields)
             buffer[field.begin_byte : field.end_byte] = part.contiguous().reshape(-1).view(torch.uint8)
@@ -65,10 +65,10 @@ def quantize_whole(unit: FoundUnit) -> torch.Tensor:
 
 @pytest.mark.parametrize("piece_numel", (64, 4 * 2**20))
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
-def test_shards_together_are_the_whole_quantized_at_once(quantization, piece_numel):
-    """A block cut in two, or a piece that lands one byte off, gives wrong numbers on some world sizes alone."""
+def test_shards_together_are_the_unit_quantized_at_once(quantization, piece_numel):
+    """A block split in two, or a piece that is one byte off, gives wrong values at some world sizes alone."""
     unit = make_unit(quantization)
-    expected = quantize_whole(unit)
+    expected = quantize_at_once(unit)
     for world_size in (1, 2, 3, 4, 5, 16):
         layout = plan_unit(unit, world_size)
         shards = [torch.zeros(layout.shard_bytes, dtype=torch.uint8) for _ in range(world_size)]
@@ -80,12 +80,12 @@ def test_shards_together_are_the_whole_quantized_at_once(quantization, piece_num
 
 
 def bound_reads(unit: FoundUnit, layout, rank: int) -> dict[str, int]:
-    """Return the most bytes that a rank may read of each weight, from what of it is the rank's."""
+    """Return the most bytes that a rank may read of each weight, given what it keeps of it."""
     kept: dict[str, dict[int, int]] = {}
-    numbered = [(weight, number) for weight in unit.weights for number in range(len(weight.parts()))]
+    parts = [(weight, part) for weight in unit.weights for part in range(len(weight.parts()))]
     for piece in layout.pieces(rank):
-        weight, number = numbered[layout.fields.index(piece.field)]
-        kept.setdefault(weight.name, {})[number] = piece.end_byte - piece.begin_byte
+        weight, part = parts[layout.fields.index(piece.field)]
+        kept.setdefault(weight.name, {})[part] = piece.end_byte - piece.begin_byte
     bounds = {}
     for weight in unit.weights:
         item_bytes, shape = weight.parameter.itemsize, weight.parameter.shape
@@ -94,8 +94,8 @@ def bound_reads(unit: FoundUnit, layout, rank: int) -> dict[str, int]:
             bounds[weight.name] = own.get(0, 0)
             continue
         block = weight.quantizer.block_numel(shape)
-        numbers = own.get(0, 0) * (2 if weight.quantizer.name == "nf4" else 1)
-        blocks = math.ceil(numbers / block) + (1 if block != 64 and numbers else 0)  # rows straddle, blocks of 64 never
+        values = own.get(0, 0) * (2 if weight.quantizer.name == "nf4" else 1)
+        blocks = math.ceil(values / block) + (1 if block != 64 and values else 0)  # rows straddle, blocks of 64 never
         blocks += own.get(1, 0) // 4 if weight.quantizer.scales_are_separate else 0
         is_whole = not weight.quantizer.scales_are_separate and set(own) - {0}
         most = weight.parameter.nbytes
@@ -105,7 +105,7 @@ def bound_reads(unit: FoundUnit, layout, rank: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
 def test_a_rank_reads_what_it_keeps(quantization):
-    """Reading whole weights on every rank would take as many times longer as there are ranks; so would no pieces."""
+    """If every rank read all of each weight, loading would take as many times longer as there are ranks."""
     unit = make_unit(quantization, (600, 256))  # so many scales that several ranks share them
     for world_size in (1, 2, 16):
         layout = plan_unit(unit, world_size)

@@ -1,4 +1,4 @@
-"""How units are found in models of any structure, and how a person names them."""
+"""How units are found in models of any structure, and how the user names them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lorashard.config.placement import PlacementOptions, resolve_placement
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.model.adapters import base_test
 from lorashard.model.homes import choose_resident
-from lorashard.model.loading import choose_auto_class
+from lorashard.model.skeleton import choose_auto_class
 from lorashard.model.stacks import find_decoder_stack, find_layers, name_units
 from lorashard.model.units import EMBEDDING, HEAD, LAYER, TOWER, WHOLE, Structure, find_structure
 
@@ -56,7 +55,7 @@ def weights_of(structure: Structure, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("keeping", ("pairs", "sequence", "dict"))
 def test_layers_are_found_in_any_container(keeping):
-    """A list of lists is never called itself, so that hooks on it would never run, and its weights never be whole."""
+    """A list of lists is never called: hooks on it would never run, and its weights never be unsharded."""
     structure = find(build_odd(keeping))
     assert names_of(structure, LAYER) == [f"layers.{i}" for i in range(NUM_BLOCKS)]
     assert [unit for unit in structure.units if unit.kind == LAYER][1].weights[0].name.endswith("norm.weight")
@@ -65,7 +64,7 @@ def test_layers_are_found_in_any_container(keeping):
     assert weights_of(structure, EMBEDDING) == ["embed.weight"]
 
 
-def test_a_weight_on_the_module_that_is_the_whole_forward_stays_whole():
+def test_a_weight_of_the_model_itself_is_resident():
     """No hook tells when such a weight is read, between other modules."""
     structure = find(build_odd("sequence"))
     assert weights_of(structure, WHOLE) == ["scale"]
@@ -82,7 +81,7 @@ def test_weights_that_layers_share_are_entered_in_each():
 
 
 def test_a_tied_head_takes_all_of_the_embedding():
-    """Two vocabulary-sized units that take turns in one slot: one more gather a step, and none whole at the end."""
+    """Two vocabulary-sized units that take turns in one slot: one more gather per step."""
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=32)
     structure = find(adapt(GPT2LMHeadModel(config)))
     assert weights_of(structure, EMBEDDING) == []
@@ -136,16 +135,16 @@ def test_an_encoder_is_another_tower():
 
 
 def test_layers_that_are_not_found_are_named():
-    """A model that cannot be sharded although a person could tell where its layers are."""
+    """A model that cannot be sharded although the user knows where its layers are."""
     model = build_odd("attributes")
-    with pytest.raises(CheckpointError, match="OddForCausalLM.*unit_paths") as caught:
+    with pytest.raises(CheckpointError) as caught:
         find(model)
-    assert "\n" not in str(caught.value)
+    assert "OddForCausalLM" in caught.value.problem and "unit_paths" in caught.value.fix
     name_units(model, ["block_*"])
     structure = find(model)
     assert names_of(structure, LAYER) == [f"block_{i}" for i in range(NUM_BLOCKS)]
     assert weights_of(structure, HEAD) == ["norm.weight", "norm.bias", "head.weight"]
-    with pytest.raises(CheckpointError, match="OddForCausalLM .*one nn.ModuleList"):
+    with pytest.raises(CheckpointError, match="OddForCausalLM"):
         find_decoder_stack(model)
 
 
@@ -172,28 +171,24 @@ def test_units_may_be_parts_of_layers():
 
 
 @pytest.mark.parametrize(
-    ("unit_paths", "message"),
+    ("unit_paths", "names"),
     (
-        (["model.layer"], "'model.layer' .*LlamaForCausalLM; .*'model.layers'"),
-        (["model.*.mlp"], r"'model\.\*\.mlp' "),
-        (["model.layers", "model.layers.2.mlp"], "'model.layers.2.mlp' .*'model.layers.2'"),
-        (["model.rotary_emb"], "with weights, .*'model.rotary_emb'"),
-        ([], "found none"),
+        (["model.layer"], ["'model.layer'", "LlamaForCausalLM", "'model.layers'"]),
+        (["model.*.mlp"], ["'model.*.mlp'"]),
+        (["model.layers", "model.layers.2.mlp"], ["'model.layers.2.mlp'", "'model.layers.2'"]),
+        (["model.rotary_emb"], ["'model.rotary_emb'"]),
+        ([], ["none"]),
     ),
 )
-def test_wrong_unit_paths_are_explained(unit_paths, message):
-    """A misspelled path that leaves its weights to the embedding, in silence."""
-    with pytest.raises(ConfigError, match=f"^unit_paths: .*{message}"):
+def test_wrong_unit_paths_are_explained(unit_paths, names):
+    """A misspelled path that silently leaves its weights to the embedding."""
+    with pytest.raises(ConfigError) as caught:
         name_units(build_model(), unit_paths)
-
-
-def test_unit_paths_reach_the_resolved_placement():
-    """An option that is read and then forgotten."""
-    options = PlacementOptions(placement="shard", unit_paths=["block_*"])
-    assert resolve_placement(options, 2, None).unit_paths == ["block_*"]
+    assert caught.value.option == "unit_paths" and all(name in str(caught.value) for name in names)
 
 
 def test_a_model_of_another_kind_is_refused():
     """transformers' own message lists every config class that it knows."""
-    with pytest.raises(ConfigError, match="AutoModelForCausalLM.*AutoModelForImageTextToText.* 't5'"):
+    with pytest.raises(ConfigError) as caught:
         choose_auto_class(T5Config(), "CAUSAL_LM")
+    assert "AutoModelForImageTextToText" in caught.value.expected and "'t5'" in caught.value.found

@@ -1,4 +1,4 @@
-"""Activations that are traced from a config, against what torch's allocator hands out while the real model trains."""
+"""Activations that are traced from a config, against what torch's allocator gives out while the real model trains."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import torch
 from helpers.planning import build_meta, build_sized, build_trained, measure_peak
 from helpers.tiny import make_batch
 from peft import PeftModel
-from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    MistralConfig,
+    MixtralConfig,
+    PhiConfig,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from lorashard.errors import ConfigError
-from lorashard.model.layer_major import split_layers
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.trace import Microbatch, trace
 from lorashard.planning.tracker import Tracker
@@ -62,7 +70,7 @@ def build_mistral(dtype: torch.dtype):
         num_key_value_heads=2,
         sliding_window=None,
     )
-    return MistralForCausalLM(config).to(dtype)
+    return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
 # Family, rows, tokens of each, dropout, whether there is a mask.
@@ -115,7 +123,7 @@ def test_a_large_vocabulary_is_in_the_peak(loss, dtype):
 
 
 @pytest.mark.slow
-def test_a_few_layers_tell_of_all():
+def test_a_few_layers_stand_for_all():
     """Catches an extrapolation that counts a layer too often or too seldom, takes the first layers for all where every
     second is checkpointed, or counts boundary activations where transformers sends them to the host."""
     deep = build_sized("llama", num_hidden_layers=10)
@@ -139,7 +147,7 @@ def test_a_few_layers_tell_of_all():
 
 
 def test_experts_are_traced():
-    """Catches a mixture of experts that cannot be planned, since routing looks at numbers."""
+    """Catches a mixture of experts that cannot be planned, since routing reads values."""
     config = MixtralConfig(
         vocab_size=512,
         hidden_size=128,
@@ -149,7 +157,7 @@ def test_experts_are_traced():
         num_key_value_heads=2,
         num_local_experts=4,
     )
-    base = MixtralForCausalLM(config).to(torch.bfloat16)
+    base = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     lora = {"target_modules": ["q_proj", "v_proj"]}
     predicted = trace(build_meta(base, **lora), CPU)
     measured_bytes = measure_training(build_trained(base, CPU, **lora), CPU)
@@ -167,7 +175,7 @@ def test_work_is_that_of_the_parameters():
         assert found.backward[2].flops == pytest.approx(passes * found.forward[2].flops, rel=0.3)
 
 
-def test_rows_that_take_turns_need_less_inside_a_layer():
+def test_micro_batches_of_a_layer_need_less_inside_it():
     """Catches a plan that ignores layer_microbatch_size, or forgets that the batch itself stays."""
     base = build_sized("llama", num_hidden_layers=2)
     microbatch = replace(CPU, num_rows=4)
@@ -180,7 +188,7 @@ def test_rows_that_take_turns_need_less_inside_a_layer():
     assert parts.forward[0].flops == pytest.approx(whole.forward[0].flops, rel=0.05)
 
 
-def test_cuda_keeps_a_byte_where_the_cpu_keeps_a_number():
+def test_cuda_keeps_a_byte_where_the_cpu_keeps_a_value():
     """Catches dropout's masks planned for a GPU as the CPU makes them."""
     base = build_sized("llama")
     saved = {
@@ -190,13 +198,14 @@ def test_cuda_keeps_a_byte_where_the_cpu_keeps_a_number():
     assert saved["cuda"] < saved["cpu"] * 0.95
 
 
-def test_code_that_looks_at_numbers_is_a_sentence():
-    """Catches torch's own error, which says nothing of planning, and a model silently planned without activations."""
+def test_code_that_reads_values_is_refused():
+    """Catches torch's own error, which does not name planning, and a model silently planned without activations."""
     model = build_meta(build_sized("llama", num_hidden_layers=1))
     layer = model.get_base_model().model.layers[0]
     layer.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot"):
+    with pytest.raises(ConfigError) as error:
         trace(model, replace(CPU, checkpointing=None))
+    assert error.value.where == "LlamaForCausalLM" and error.value.fix
 
 
 def test_the_tracker_forgets_what_is_freed():
@@ -209,3 +218,30 @@ def test_the_tracker_forgets_what_is_freed():
         view = second[:5]
     assert (tracker.live_bytes, tracker.take_peak(), len(view)) == (40, 4000, 5)
     assert tracker.take_peak() == 40
+
+
+LAYER_NORMS = {
+    "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2),
+    "neox": GPTNeoXConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+    "falcon": FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "phi": PhiConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), (("gpt2", {}), ("neox", None), ("falcon", None), ("phi", None)), ids=str
+)
+def test_norms_are_planned_in_the_dtype_that_the_devices_autocast_gives_them(family, checkpointing):
+    """Catches a plan that fits and a run that does not: on CUDA a layer norm keeps and hands on float32."""
+    base = AutoModelForCausalLM.from_config(LAYER_NORMS[family], dtype=torch.bfloat16)
+    peak_bytes = {}
+    for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
+        model, dtypes = build_meta(base), set()
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.register_forward_hook(lambda module, args, output, found=dtypes: found.add(output.dtype))
+        found = trace(model, Microbatch(2, 96, device, checkpointing=checkpointing))
+        assert dtypes == {expected}  # in recomputation too
+        peak_bytes[device] = found.saved_bytes + found.layer_bytes
+    hidden_numel = 2 * 96 * base.config.hidden_size
+    assert peak_bytes["cuda"] >= peak_bytes["cpu"] + 2 * hidden_numel

@@ -51,13 +51,13 @@ def base(tmp_path: Path) -> str:
         ("Some Other Card", 140, "h200"),
     ],
 )
-def test_a_card_is_recognized_by_its_driver(name, gib, gpu_type):
+def test_a_gpu_is_recognized_by_its_drivers_name(name, gib, gpu_type):
     """Catches an L40S taken for an L4, whose name it contains, and an A100 with half of its memory."""
     assert guess_gpu_type(name, gib * GIB) == gpu_type
 
 
 @pytest.mark.parametrize("gpu_type", known_gpu_types())
-def test_a_known_card_is_plausible(gpu_type):
+def test_a_known_gpu_is_plausible(gpu_type):
     """Catches a figure in another unit: a plan would be wrong by a thousand, or nothing would ever fit."""
     hardware = find_gpu_type(gpu_type)
     assert 20 * GIB < hardware.memory_bytes < 300 * GIB
@@ -82,12 +82,12 @@ MISTAKES = [
     (["--gpu_type", "RTX_4090"], "rtx4090?"),
     (["--gpu_memory", "plenty"], "24GiB"),
     (["--nodes", "0"], "nodes"),
-    (["--gpu_typ", "l4"], "'gpu_typ'"),
+    (["--gpu_typ", "l4"], "gpu_typ:"),
     ([], "model_name_or_path"),
 ]
 
 
-def test_help_and_mistakes_of_a_plan_are_told_without_heavy_imports():
+def test_help_and_mistakes_of_a_plan_need_no_heavy_imports():
     """Catches an import that costs seconds, an option that nobody can find, and a traceback for a misspelled name."""
     commands = [["plan", *(["--model", "m"] if words else []), *words] for words, _ in MISTAKES]
     (code, imported, stdout, _), *found = run_cli(["plan", "--help"], *commands)
@@ -159,7 +159,7 @@ def test_ranks_on_the_cpu_are_planned_for(base, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.glob(".cache/lorashard/speeds.json"))
 
 
-def test_a_damaged_memory_of_speeds_is_measured_again(tmp_path, caplog):
+def test_a_damaged_cache_of_speeds_is_measured_again(tmp_path, caplog):
     """Catches a run that cannot start because a file in a cache was cut short."""
     cache = tmp_path / "speeds.json"
     cache.write_text('{"half')
@@ -169,7 +169,7 @@ def test_a_damaged_memory_of_speeds_is_measured_again(tmp_path, caplog):
     assert probe(torch.device("cpu"), torch.float32, cache) == hardware
 
 
-def test_other_weights_than_the_config_describes_are_told(tmp_path):
+def test_other_weights_than_the_config_describes_are_noted(tmp_path):
     """Catches a plan for a model that is not the one in the files."""
     folder = tmp_path / "base"
     build_base("llama").save_pretrained(folder)
@@ -182,7 +182,7 @@ def test_other_weights_than_the_config_describes_are_told(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
     assert "weight files hold" in compare()
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="Expected a config.json in"):
+    with pytest.raises(CheckpointError, match="expected a config.json"):
         compare()
 
 
@@ -215,8 +215,9 @@ def test_a_microbatch_is_what_the_options_say():
     assert describe(packing=True, per_device_train_batch_size=1).has_mask
     assert describe(activation_checkpointing=False).checkpointing is None
     assert describe(label_smoothing_factor=0.1).loss == "model"
-    with pytest.raises(ConfigError, match="max_length: "):
+    with pytest.raises(ConfigError) as error:
         describe(max_length=None)
+    assert error.value.option == "max_length"
     config = RunConfig(model="m", max_length=None)
     training = describe_training(config, "cuda", 2, longest_tokens=300, epoch_tokens=1000)
     assert (training.microbatch.row_tokens, training.dataset_tokens) == (300, 3000)

@@ -1,20 +1,19 @@
-"""Where a base rests for use, and how many prompts are answered at once: arithmetic alone."""
+"""Where a base rests for inference, and how many prompts are answered in one batch: arithmetic alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from helpers.planning import make_size
 from helpers.tiny import build_base
 from peft import LoraConfig
 from transformers import LlamaConfig
 
 from lorashard.config.placement import PlacementOptions, ResolvedPlacement
-from lorashard.engine import plan_layout
 from lorashard.errors import ConfigError
 from lorashard.planning.auto import BaseModel
 from lorashard.planning.batches import count_row_bytes, plan_batches
 from lorashard.planning.inference import count_cache_bytes, place_for_inference, plan_inference
-from lorashard.planning.size import EMBEDDING, HEAD, LAYER, ModelSize, UnitSize
 
 LAYER_BYTES = 8 * 2**20
 VOCABULARY_BYTES = 4 * 2**20
@@ -23,38 +22,28 @@ ADAPTER_BYTES = 2**20
 BASE_BYTES = NUM_LAYERS * LAYER_BYTES + 2 * VOCABULARY_BYTES
 RESERVE_BYTES = 3 * 2**20
 HEADROOM_BYTES = 2**30
-# What is spoken for whatever the placement.
+# What every placement takes.
 FIXED_BYTES = RESERVE_BYTES + ADAPTER_BYTES + HEADROOM_BYTES
 # A slot for the layer that computes, one for the next, one that may stay, and one for the embedding or the head.
 SLOT_BYTES = 3 * LAYER_BYTES + VOCABULARY_BYTES
 
 
-def make_unit(name: str, kind: str, num_bytes: int) -> UnitSize:
-    return UnitSize(name, kind, plan_layout([(name, torch.uint8, (num_bytes,))], 1))
-
-
-def make_size() -> ModelSize:
-    layers = [make_unit(f"layers.{i}", LAYER, LAYER_BYTES) for i in range(NUM_LAYERS)]
-    embedding, head = make_unit("embed", EMBEDDING, VOCABULARY_BYTES), make_unit("head", HEAD, VOCABULARY_BYTES)
-    units = (embedding, *layers, head)
-    return ModelSize("model", units, tuple((unit, unit.kind) for unit in units), ADAPTER_BYTES // 4, ADAPTER_BYTES)
+SIZE = make_size(NUM_LAYERS, LAYER_BYTES, VOCABULARY_BYTES, ADAPTER_BYTES)
 
 
 def place(free_bytes: int, world_size: int = 1, device: str = "cuda", **options) -> ResolvedPlacement:
-    return place_for_inference(
-        PlacementOptions(**options), make_size(), device, free_bytes, RESERVE_BYTES, world_size, None
-    )
+    return place_for_inference(PlacementOptions(**options), SIZE, device, free_bytes, RESERVE_BYTES, world_size, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_base_that_just_fits_is_whole(world_size):
-    """Catches cards that gather for every token what would have fitted, or run out of memory by a byte."""
+    """Catches GPUs that gather for every token a base that would have fitted, or run out of memory by a byte."""
     assert place(FIXED_BYTES + BASE_BYTES, world_size).placement == "replicate"
     assert place(FIXED_BYTES + BASE_BYTES - 1, world_size).placement == ("shard" if world_size > 1 else "file")
 
 
-def test_what_is_asked_of_groups_does_not_hinder_a_base_that_fits():
-    """Catches groups of a base that is whole, and the size of a node asked for where nothing is shared on it."""
+def test_shard_groups_do_not_matter_to_a_base_that_fits():
+    """Catches groups of a base that is replicated, and an error about the size of a node where nothing is sharded."""
     resolved = place(FIXED_BYTES + BASE_BYTES, 4, shard_group_size="node")
     assert (resolved.placement, resolved.group_size) == ("replicate", 1)
 
@@ -75,22 +64,25 @@ def test_as_many_layers_stay_whole_as_fit_to_the_byte(world_size, num_layers):
 
 @pytest.mark.parametrize("num_layers", [0, 3])
 def test_one_card_reads_files_and_keeps_what_fits(num_layers):
-    """Catches a single card that shards over itself, and shards counted that a file's units do not have."""
+    """Catches a single GPU that shards over itself, and shards counted that a file's units do not have."""
     resolved = place(FIXED_BYTES + SLOT_BYTES + num_layers * LAYER_BYTES)
     assert (resolved.placement, resolved.group_size, resolved.resident_layers) == ("file", 1, num_layers)
 
 
 def test_ranks_that_cannot_hold_shards_read_files():
-    """Catches `shard` chosen where its shards and slots do not fit, which is out of memory while loading."""
-    assert place(FIXED_BYTES + SLOT_BYTES, 2).placement == "file"
+    """Catches `shard` chosen where its shards and slots do not fit, which is out of memory while loading, and slots
+    that are not those of `prefetch`."""
+    enough = FIXED_BYTES + BASE_BYTES // 2 + SLOT_BYTES
+    for prefetch in (0, 1, 2):
+        least = enough + (prefetch - 1) * LAYER_BYTES
+        assert place(least, 2, prefetch=prefetch).placement == "shard"
+        assert place(least - 1, 2, prefetch=prefetch).placement == "file"
 
 
 def test_shards_stay_inside_a_node_that_holds_them():
     """Catches a base that crosses the network for each token, and one that is read from files though nodes could."""
     for free_bytes, group_size in ((BASE_BYTES // 2 + SLOT_BYTES, 2), (BASE_BYTES // 4 + SLOT_BYTES, 4)):
-        placed = place_for_inference(
-            PlacementOptions(), make_size(), "cuda", FIXED_BYTES + free_bytes, RESERVE_BYTES, 4, 2
-        )
+        placed = place_for_inference(PlacementOptions(), SIZE, "cuda", FIXED_BYTES + free_bytes, RESERVE_BYTES, 4, 2)
         assert (placed.placement, placed.group_size) == ("shard", group_size)
 
 
@@ -104,9 +96,7 @@ def test_cpus_share_the_files_own_pages():
 def test_a_cpu_keeps_a_base_in_memory_that_no_file_holds_so(tmp_path):
     """Catches a float32 copy of a bfloat16 base on the disk of a machine whose memory has room for it."""
     for free_bytes, placement in ((FIXED_BYTES + BASE_BYTES, "replicate"), (FIXED_BYTES + BASE_BYTES - 1, "file")):
-        placed = place_for_inference(
-            PlacementOptions(), make_size(), "cpu", free_bytes, RESERVE_BYTES, 1, None, is_cast=True
-        )
+        placed = place_for_inference(PlacementOptions(), SIZE, "cpu", free_bytes, RESERVE_BYTES, 1, None, is_cast=True)
         assert placed.placement == placement
     build_base("llama", torch.bfloat16, num_hidden_layers=1).save_pretrained(tmp_path)
     for dtype, placement in ((torch.bfloat16, "file"), (torch.float32, "replicate")):
@@ -151,7 +141,7 @@ def test_a_row_takes_at_least_its_cache_and_its_logits():
 
 
 def test_batches_are_of_like_lengths_and_shared_evenly():
-    """Catches short rows padded to the longest, a rank with all the work, and a row that is lost or answered twice."""
+    """Catches short prompts padded to the longest, a rank with all the work, and a prompt answered never or twice."""
     lengths = [3, 50, 4, 1, 49, 2, 5]
     batches = plan_batches(lengths, 2, lambda longest: 100 // longest)
     assert [sorted(index for share in batch for index in share) for batch in batches] == [[1, 2, 4, 6], [0, 3, 5]]

@@ -112,7 +112,7 @@ def test_each_operation_that_reads_a_quantized_weight_unpacks_it():
     """Catches time for the forward alone: a recomputed layer unpacks its weights three times, a saved one twice."""
     base = build_sized("llama", torch.bfloat16, num_hidden_layers=3)
     layer = measure_model(build_meta(base), FORMATS[0]).layers[2]
-    moved_bytes = sum(weight.unpacked_bytes for weight in layer.packed) + layer.layout.used_bytes
+    moved_bytes = sum(weight.unpacked_bytes for weight in layer.quantized) + layer.layout.used_bytes
     for checkpointing, times in ((None, 1), ({}, 2)):
         microbatch = Microbatch(2, 96, "cuda", checkpointing=checkpointing)
         plain, packed = (trace(build_meta(base), microbatch, format) for format in (None, FORMATS[0]))

@@ -1,4 +1,4 @@
-"""nf4, int8 and fp8: their bytes and numbers against bitsandbytes' and against formulas written anew."""
+"""nf4, int8 and fp8: their bytes and values equal bitsandbytes', or formulas that are independent of the code."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from lorashard.config.quantization_options import Quantization
+from lorashard.quantization.chunks import iterate_chunks
 from lorashard.quantization.format import Quantizer, make_quantizer
-from lorashard.quantization.fp8 import Fp8
-from lorashard.quantization.int8 import Int8
 from lorashard.quantization.nf4 import Nf4
 from lorashard.quantization.nf4_tables import NF4_CODE, Tables, make_dynamic_map
-from lorashard.quantization.pieces import cut_pieces
+from lorashard.quantization.rowwise import Fp8, Int8
 from lorashard.runtime.output import leave_out_notices
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Whole blocks, tails, odd numbers, fewer than a block, several pieces at once, experts.
+# Complete blocks, tails, odd sizes, less than a block, several chunks, experts.
 SHAPES = ((64, 64), (33, 65), (7, 9), (1, 3), (300, 1000), (512, 1088), (3, 5, 64))
 FORMATS = {"nf4": Nf4(), "nf4 nested": Nf4(True), "nf4 of 4096": Nf4(True, 4096), "int8": Int8(), "fp8": Fp8()}
 EVERY_FORMAT = pytest.mark.parametrize("quantizer", FORMATS.values(), ids=FORMATS.keys())
@@ -35,7 +34,7 @@ def bitsandbytes():
 
 
 def make_values(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Numbers as weights have them, with a few that are far out, zeros, and rows that are tiny or zero."""
+    """Return values distributed as in weights, with a few outliers, zeros, and rows that are tiny or zero."""
     values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) * 0.02
     flat = values.view(-1)
     flat[::97] *= 30
@@ -61,7 +60,7 @@ def unpack(quantizer: Quantizer, parts: Sequence[torch.Tensor], like: torch.Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nf4_has_the_bytes_and_numbers_of_bitsandbytes(bitsandbytes, dtype):
+def test_nf4_has_the_bytes_and_values_of_bitsandbytes(bitsandbytes, dtype):
     """Catches another codebook, rounding, packing order, block or product, in whole blocks and in tails."""
     for shape in SHAPES:
         for block_size in (64, 32, 256, 4096):
@@ -115,7 +114,7 @@ def test_quantized_scales_are_those_of_bitsandbytes(bitsandbytes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nested_nf4_unpacks_to_the_numbers_of_bitsandbytes(bitsandbytes, dtype):
+def test_nested_nf4_unpacks_to_the_values_of_bitsandbytes(bitsandbytes, dtype):
     """Catches a product or sum in another order or precision, and a piece that takes its neighbor's scales."""
     for shape in SHAPES:
         for block_size in (32, 64, 4096):
@@ -143,14 +142,14 @@ def test_a_file_of_bitsandbytes_gives_the_same_bytes_with_its_default_modules(bi
         stored = layer.to("cpu").state_dict()
         quantizer = Nf4(double_quant)
         for like, part in zip(quantizer.parts(values.shape), quantize(quantizer, values), strict=True):
-            if like.name == "nested_offset":  # a number of the description there
+            if like.name == "nested_offset":  # there it is in the JSON that describes the weight
                 continue
             theirs = stored["weight" if not like.name else f"weight.{like.name}"]
             assert theirs.dtype == like.dtype and torch.equal(theirs.view(like.shape), part), like.name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_int8_has_the_bytes_and_numbers_of_bitsandbytes(bitsandbytes, dtype):
+def test_int8_has_the_bytes_and_values_of_bitsandbytes(bitsandbytes, dtype):
     """Catches a product in another order, a scale divided first, and rows of experts that are taken together."""
     for shape in ((64, 64), (300, 1000), (7, 9), (512, 1088), (3, 5, 64)):
         values = make_values(shape, dtype)
@@ -163,50 +162,41 @@ def test_int8_has_the_bytes_and_numbers_of_bitsandbytes(bitsandbytes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fp8_is_the_nearest_of_all_256_numbers(dtype):
+def test_fp8_is_the_nearest_of_all_256_values(dtype):
     """Catches a conversion that does not round to the nearest even, another scale, and a lookup in another order."""
-    codes = torch.arange(256, dtype=torch.int32)
-    exponents, fractions = codes >> 3 & 15, codes & 7
-    magnitudes = torch.where(
-        exponents == 0, fractions * 2.0**-9, (8 + fractions) * torch.pow(2.0, exponents.double() - 10)
-    )
-    finite = torch.where(codes & 127 == 127, math.nan, magnitudes)[:127]
-    for shape in ((64, 64), (7, 9), (300, 1000)):
+    finite = [math.ldexp(code & 7 | (8 if code > 7 else 0), max(code >> 3, 1) - 10) for code in range(127)]
+    magnitudes = torch.tensor(finite, dtype=torch.float64)
+    for shape in ((64, 64), (7, 9), (30, 1000)):
         values = make_values(shape, dtype)
-        numbers, scales = quantize(Fp8(), values)
-        largest = values.float().abs().amax(dim=-1)
-        assert torch.equal(scales, (largest / 448).clamp(min=torch.finfo(torch.float32).tiny))
-        wanted = (values.float() / scales.unsqueeze(-1)).double()
-        bytes_ = numbers.view(torch.uint8).int()
-        found = finite[bytes_ & 127]
-        above, below = (finite[(bytes_ & 127).add(step).clamp(0, 126)] for step in (1, -1))
-        distance = (found - wanted.abs()).abs()
-        for other in (above, below):
-            closer = (other - wanted.abs()).abs() < distance
-            tied = ((other - wanted.abs()).abs() == distance) & (other != found)
-            assert not closer.any() and not (tied & (bytes_ & 1).bool()).any()
-        assert torch.equal(bytes_ >> 7 == 1, values.signbit())
-        signed = torch.where(bytes_ >> 7 == 1, -found, found).float()
-        assert torch.equal(unpack(Fp8(), [numbers, scales], values), (signed * scales.unsqueeze(-1)).to(dtype))
+        parts = quantize(Fp8(), values)
+        scales = (values.float().abs().amax(dim=-1) / 448).clamp(min=torch.finfo(torch.float32).tiny)
+        assert torch.equal(parts[1], scales)
+        codes = parts[0].view(torch.uint8).long()
+        distances = ((values.float() / scales.unsqueeze(-1)).abs().double().unsqueeze(-1) - magnitudes).abs()
+        nearest = distances == distances.amin(dim=-1, keepdim=True)
+        index = codes & 127
+        assert nearest.gather(-1, index.unsqueeze(-1)).all()
+        assert not (index % 2 == 1)[nearest.sum(dim=-1) > 1].any()  # ties go to the even code
+        assert torch.equal(codes > 127, values.signbit())
+        signed = torch.where(codes > 127, -magnitudes[index], magnitudes[index]).float()
+        assert torch.equal(unpack(Fp8(), parts, values), (signed * scales.unsqueeze(-1)).to(dtype))
 
 
 @EVERY_FORMAT
-def test_quantizing_stretch_by_stretch_changes_nothing(quantizer):
-    """Catches a scale that depends on where a rank's stretch begins."""
+def test_quantizing_range_by_range_changes_nothing(quantizer):
+    """Catches a scale that depends on where a rank's range begins."""
     values = make_values((96, 4096))
     whole = quantizer.quantize(values.view(-1), values.shape)
     step = 2 * quantizer.block_numel(values.shape)
-    stretches = [
-        quantizer.quantize(values.view(-1)[i : i + step], values.shape) for i in range(0, values.numel(), step)
-    ]
+    ranges = [quantizer.quantize(values.view(-1)[i : i + step], values.shape) for i in range(0, values.numel(), step)]
     for number, expected in enumerate(whole):
-        assert torch.equal(torch.cat([stretch[number] for stretch in stretches]), expected)
+        assert torch.equal(torch.cat([range_[number] for range_ in ranges]), expected)
 
 
 @EVERY_FORMAT
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zeros_stay_zero_and_what_is_not_finite_shows(quantizer, dtype):
-    """Catches 0/0, a scale that overflows or vanishes, and a NaN that becomes an ordinary number."""
+def test_zeros_stay_zero_and_values_that_are_not_finite_show(quantizer, dtype):
+    """Catches 0/0, a scale that overflows or vanishes, and a NaN that becomes a finite value."""
     values = make_values((8, 4096), dtype)
     values[0] = 0
     values[3, :] = torch.finfo(dtype).smallest_normal / 8
@@ -215,7 +205,7 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows(quantizer, dtype):
     is_nested = quantizer == Nf4(True) or quantizer == Nf4(True, 4096)
     assert not found[0].any() or is_nested
     assert found.isfinite().all()
-    if not is_nested:  # 255 numbers for scales that are 70 decades apart are too few
+    if not is_nested:  # 255 codes for scales that are 70 decades apart are too few
         assert torch.allclose(found[4], values[4].float(), rtol=1e-2)
         assert (found[3] - values[3].float()).abs().max() <= 1e-38
     for what in (math.nan, math.inf, -math.inf):
@@ -226,8 +216,8 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows(quantizer, dtype):
 
 
 @EVERY_FORMAT
-def test_one_expert_is_what_the_whole_has_there(quantizer):
-    """Catches an expert with its neighbor's scales, and one taken although it shares a block with another."""
+def test_one_expert_equals_its_slice_of_the_weight(quantizer):
+    """Catches an expert with its neighbor's scales, and one selected although it shares a block with another."""
     for shape in ((5, 96, 64), (3, 64, 128), (4, 5, 9)):
         values = make_values(shape)
         parts = quantize(quantizer, values)
@@ -258,7 +248,7 @@ def test_unpacking_takes_little_memory_and_reads_mapped_bytes(quantizer, tmp_pat
         quantizer.unpack(mapped, out)
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert torch.equal(out, expected)
-    pieces = list(cut_pieces(2048, 4096, CPU))
+    pieces = list(iterate_chunks(2048, 4096, CPU))
     assert len(pieces) == 32 and taken / len(pieces) < 4 * 2**20
 
 

@@ -128,20 +128,20 @@ def test_a_hostile_header_is_an_error_and_no_crash(model, header):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"model_type": "lla', "config.json is damaged"),
-        (b"\xff\xfe\x00", "config.json is damaged"),
-        ("[]", "config.json is damaged"),
-        (None, "Expected a config.json in"),
-        ({"model_type": None}, "config.json describes no model"),
+        ('{"model_type": "lla', "config.json: damaged"),
+        (b"\xff\xfe\x00", "config.json: damaged"),
+        ("[]", "config.json: damaged"),
+        (None, "expected a config.json"),
+        ({"model_type": None}, "config.json: describes no model"),
         ({"model_type": "nonsense"}, "model type `nonsense`"),
         ({"model_type": "gpt2"}, "GPT2LMHeadModel"),
         ({"model_type": "t5"}, "'t5'"),
         ({"hidden_size": "big"}, "'hidden_size'"),
         ({"hidden_size": 48}, "another shape"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2"),
-        ({"num_attention_heads": 0}, "config.json describes no model"),
-        ({"hidden_act": "nonsense"}, "config.json describes a model"),
-        ({"dtype": "nonsense"}, "config.json describes no model"),
+        ({"num_attention_heads": 0}, "config.json: describes no model"),
+        ({"hidden_act": "nonsense"}, "a model that cannot be built"),
+        ({"dtype": "nonsense"}, "config.json: describes no model"),
     ],
 )
 def test_a_damaged_or_foreign_config_is_told(model, content, said):
@@ -165,13 +165,14 @@ def test_a_damaged_tokenizer_file_is_named(model, name, damage):
     """The libraries say 'Unterminated string' or a KeyError, of no file."""
     file = model / name
     file.write_text(damage(file.read_text()))
-    assert f"{file} is damaged" in read_error(load_tokenizer, str(model), kind=CheckpointError)
+    message = read_error(load_tokenizer, str(model), kind=CheckpointError)
+    assert str(file) in message and "damaged" in message
 
 
 def test_damaged_files_beside_a_model_are_named(model, tmp_path):
     """The generation config is read last, and crashed after the base was planned; a .jinja in another encoding, too."""
     (model / "generation_config.json").write_text('{"max_new_tokens": -4}')
-    assert "generation_config.json is damaged" in read_error(load, model, kind=CheckpointError)
+    assert "generation_config.json: damaged" in read_error(load, model, kind=CheckpointError)
     (tmp_path / "chat.jinja").write_bytes(b"\xff\xfe\x00")
     message = read_error(load_tokenizer, str(model), None, False, str(tmp_path / "chat.jinja"), kind=ConfigError)
     assert "chat.jinja" in message and "UTF-8" in message
@@ -186,19 +187,22 @@ def _tag(file, text):
 
 
 ADAPTER_DAMAGES = {
-    "cut": (lambda f: _cut(f / WEIGHTS), f"{WEIGHTS} is damaged"),
-    "cut in the header": (lambda f: os.truncate(f / WEIGHTS, 50), f"{WEIGHTS} is damaged"),
-    "empty": (lambda f: os.truncate(f / WEIGHTS, 0), f"{WEIGHTS} is damaged"),
-    "base's hashes cut": (lambda f: _tag(f / WEIGHTS, '{"a'), f"{WEIGHTS} is damaged"),
-    "base's hashes a list": (lambda f: _tag(f / WEIGHTS, "[1]"), f"{WEIGHTS} is damaged"),
-    "base's hashes numbers": (lambda f: _tag(f / WEIGHTS, '{"a": 1}'), f"{WEIGHTS} is damaged"),
+    "cut": (lambda f: _cut(f / WEIGHTS), f"{WEIGHTS}: damaged"),
+    "cut in the header": (lambda f: os.truncate(f / WEIGHTS, 50), f"{WEIGHTS}: damaged"),
+    "empty": (lambda f: os.truncate(f / WEIGHTS, 0), f"{WEIGHTS}: damaged"),
+    "base's hashes cut": (lambda f: _tag(f / WEIGHTS, '{"a'), f"{WEIGHTS}: damaged"),
+    "base's hashes a list": (lambda f: _tag(f / WEIGHTS, "[1]"), f"{WEIGHTS}: damaged"),
+    "base's hashes numbers": (lambda f: _tag(f / WEIGHTS, '{"a": 1}'), f"{WEIGHTS}: damaged"),
     "NaN": (
         lambda f: save_file({k: v * float("nan") for k, v in load_file(f / WEIGHTS).items()}, f / WEIGHTS),
         "NaN or infinity in base_model.model",
     ),
-    "config cut": (lambda f: _cut(f / "adapter_config.json"), "adapter_config.json is damaged"),
-    "config a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "adapter_config.json is damaged"),
-    "kind": (lambda f: change(f / "adapter_config.json", peft_type="NONSENSE"), "adapter_config.json cannot be read"),
+    "config cut": (lambda f: _cut(f / "adapter_config.json"), "adapter_config.json: damaged"),
+    "config a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "adapter_config.json: damaged"),
+    "kind": (
+        lambda f: change(f / "adapter_config.json", peft_type="NONSENSE"),
+        "adapter_config.json: it cannot be read",
+    ),
     "base a number": (
         lambda f: change(f / "adapter_config.json", base_model_name_or_path=4),
         "base_model_name_or_path cannot be 4",
@@ -262,8 +266,8 @@ def test_a_broken_row_is_a_bad_row(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", b'[{"text": "whole"}, {"text": "cu', "a.json .* after row 1"),
-        ("a.json", b"[" * 100_000, "a.json .* after row 0"),
+        ("a.json", b'[{"text": "whole"}, {"text": "cu', "a.json, line 1"),
+        ("a.json", b"[" * 100_000, "a.json: "),
         ("a.parquet", b"PAR1" + bytes(50), "a.parquet"),
         ("a.parquet", b"", "a.parquet"),
         ("train.jsonl.gz", b"\x1f\x8b\x08\x00", ".jsonl, .json"),
@@ -292,7 +296,7 @@ def test_a_checkpoint_with_a_pickle_that_runs_code_is_refused(adapter, tmp_path,
     check_checkpoint(write_checkpoint(adapter))
     save(Malicious(tmp_path / "mark"), adapter / name)
     message = read_error(check_checkpoint, adapter, kind=CheckpointError)
-    assert f"{adapter / name} is not loaded" in message and "weights_only" not in message
+    assert str(adapter / name) in message and "not loaded" in message and "weights_only" not in message
     assert not (tmp_path / "mark").exists()
 
 
@@ -314,13 +318,13 @@ def test_a_damaged_checkpoint_is_told_by_file(adapter):
     """The trainer reads these after the base is loaded, and its errors name no file."""
     write_checkpoint(adapter)
     (adapter / "trainer_state.json").write_text('{"a')
-    assert "trainer_state.json is damaged" in read_error(check_checkpoint, adapter, kind=CheckpointError)
+    assert "trainer_state.json: damaged" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     write_checkpoint(adapter)
     _cut(adapter / "optimizer.pt")
     assert "optimizer.pt" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     write_checkpoint(adapter)
     (adapter / "pytorch_model.bin").write_bytes(b"")
-    assert "holds pytorch_model.bin" in read_error(check_checkpoint, adapter, kind=CheckpointError)
+    assert "pytorch_model.bin" in read_error(check_checkpoint, adapter, kind=CheckpointError)
     (adapter / "pytorch_model.bin").unlink()
     (adapter / "ref").mkdir()
     (adapter / "ref" / "adapter_model.bin").write_bytes(b"")
@@ -335,7 +339,7 @@ def test_a_pickled_adapter_is_refused(adapter, tmp_path, save):
     said = "adapter_model.bin is a pickle"
     assert said in read_error(lorashard.load_adapter, adapter, kind=CheckpointError)
     (adapter / "adapter_model.bin").rename(adapter / WEIGHTS)
-    assert f"{WEIGHTS} is damaged" in read_error(lorashard.merge, adapter, tmp_path / "merged", kind=CheckpointError)
+    assert f"{WEIGHTS}: damaged" in read_error(lorashard.merge, adapter, tmp_path / "merged", kind=CheckpointError)
     assert not (tmp_path / "mark").exists()
 
 
@@ -344,10 +348,10 @@ def test_a_pickled_base_and_a_pickled_reward_model_are_refused(model, tmp_path, 
     """GRPO's trainer loads its reward model itself, and takes pickles."""
     (model / "model.safetensors").unlink()
     torch.save(Malicious(tmp_path / "mark"), model / name)
-    said = "only pickled weights" if name == "pytorch_model.bin" else "model.safetensors (| is damaged"
+    said = "only pickled weights" if name == "pytorch_model.bin" else "model.safetensors: damaged"
     for function in (load, lambda folder: check_reward_model(str(folder))):
         message = read_error(function, model, kind=CheckpointError)
-        assert any(part in message for part in said.split("|"))
+        assert said in message
     assert not (tmp_path / "mark").exists()
 
 

@@ -26,7 +26,7 @@ def test_a_plugin_that_wants_the_whole_model_is_refused(monkeypatch, variable, v
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=f"{message}") as caught:
         refuse_plugins(os.environ)
-    assert f"{variable}={value}" in str(caught.value)
+    assert variable in str(caught.value) and value in str(caught.value)
     with pytest.raises(ConfigError, match=message):
         joining.join_launch()
 

@@ -1,15 +1,15 @@
-"""How the batch of one call of a decoder layer is cut into pieces, and what comes out is put together again.
+"""How the batch of one call of a decoder layer is split into pieces, and the pieces' outputs are joined again.
 
-Note [What is cut]
-    Only what says which of its dimensions is the batch, or runs over tokens: the hidden states; position ids and
-    position embeddings, whose last dimensions are known; masks, which begin with the batch; and whatever else is
-    [batch, tokens, ...]. A batch of 1, a single number and `cache_position` go to every piece whole. All else is
-    refused: a tensor that has the batch's size by chance would give wrong numbers in silence.
+Note [What is split]
+    Only what says which of its dimensions is the batch, or the tokens: the hidden states; position ids and position
+    embeddings, whose last dimensions are known; masks, which begin with the batch; and whatever else is
+    [batch, tokens, ...]. A batch of 1, a single value and `cache_position` go to every piece as they are. All else is
+    refused: a tensor that has the batch's size by chance would silently give wrong values.
 
-Note [Packed rows]
-    A padding-free batch is one row of many sequences. It is cut between sequences that cannot see each other, and
-    nowhere else: masks, positions and hidden states along their tokens, `cu_seq_lens` so that each piece begins at 0.
-    `max_length` stays as it is, an upper bound.
+Note [Packed sequences]
+    A padding-free batch is a single row that packs many sequences. It is split between sequences that cannot see each
+    other, and nowhere else: masks, positions and hidden states along their tokens, `cu_seq_lens` so that each piece
+    begins at 0. `max_length` stays as it is, an upper bound.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclass(frozen=True)
-class RowCut:
-    """A batch of several rows in pieces of a few rows. See [What is cut].
+class BatchSplit:
+    """A batch in pieces of a few sequences. See [What is split].
 
     Args:
         hidden_name: the argument that is [batch, tokens, hidden].
-        sizes: rows of each piece.
+        sizes: sequences of each piece.
     """
 
     hidden_name: str
-    num_rows: int
+    num_sequences: int
     num_tokens: int
     sizes: Sequence[int]
 
-    def cut(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return each piece's part of an argument, or None where its batch dimension cannot be told."""
+    def split(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return each piece's part of an argument, or None where its batch dimension is unknown."""
         dims = self._find_batch_dims(name, tensor)
         if dims is None or len(dims) > 1:
             return None
@@ -50,24 +50,24 @@ class RowCut:
             return []
         num_trailing = _count_trailing_dims(name)
         if num_trailing is not None:
-            return [dim for dim, size in enumerate(tensor.shape[:-num_trailing]) if size == self.num_rows]
+            return [dim for dim, size in enumerate(tensor.shape[:-num_trailing]) if size == self.num_sequences]
         if tensor.shape[0] == 1:
             return []
         has_tokens = tensor.shape[1:2] == (self.num_tokens,)
-        is_square = tensor.ndim == 2 and self.num_rows == self.num_tokens  # [tokens, tokens] as well as [batch, tokens]
+        is_square = tensor.ndim == 2 and self.num_sequences == self.num_tokens  # [tokens, tokens] or [batch, tokens]
         is_known = tensor.ndim > 1 if name.endswith("mask") else has_tokens and not is_square
-        return [0] if is_known and tensor.shape[0] == self.num_rows else None
+        return [0] if is_known and tensor.shape[0] == self.num_sequences else None
 
     def joint_dim(self, values: Sequence[torch.Tensor]) -> int | None:
-        """Return the dimension along which the pieces' outputs make the batch's: [rows, ...] or [rows x tokens, n]."""
+        """Return the dimension to join the pieces' outputs along: they are [batch, ...] or [batch x tokens, n]."""
         num_each = self.num_tokens if values[0].ndim == 2 else 1
-        is_whole = [value.shape[:1] for value in values] == [(size * num_each,) for size in self.sizes]
-        return 0 if is_whole else None
+        is_joint = [value.shape[:1] for value in values] == [(size * num_each,) for size in self.sizes]
+        return 0 if is_joint else None
 
 
 @dataclass(frozen=True)
-class SequenceCut:
-    """A single row of packed sequences in pieces of a few sequences. See [Packed rows].
+class PackedSplit:
+    """A single row of packed sequences in pieces of a few sequences. See [Packed sequences].
 
     Args:
         hidden_name: the argument that is [1, tokens, hidden].
@@ -86,8 +86,8 @@ class SequenceCut:
         begins = [*self.starts[:: self.num_each], self.num_tokens]
         return [end - begin for begin, end in pairwise(begins)]
 
-    def cut(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return each piece's part of an argument, or None where its dimension over tokens cannot be told."""
+    def split(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return each piece's part of an argument, or None where its dimension over tokens is unknown."""
         sizes = self.sizes
         if name.startswith("cu_seq_lens") and tensor.shape == (len(self.starts) + 1,):
             firsts = range(0, len(self.starts), self.num_each)
@@ -98,7 +98,7 @@ class SequenceCut:
         dims = [dim for dim in dims if tensor.shape[dim] > 1]
         if not dims:
             return [tensor] * len(sizes)
-        # One split for all pieces: a slice for each would make a gradient of the whole row for each.
+        # One split for all pieces: a slice for each would make a gradient of the full length for each.
         pieces = list(tensor.split(sizes, dims[0]))
         begins = self.starts[:: self.num_each]
         for dim in dims[1:]:
@@ -118,7 +118,7 @@ class SequenceCut:
         return list(range(max(tensor.ndim - 2, 1), tensor.ndim)) if name.endswith("mask") else [1]
 
     def joint_dim(self, values: Sequence[torch.Tensor]) -> int | None:
-        """Return the dimension along which the pieces' outputs make the row's: [1, tokens, ...] or [tokens, ...]."""
+        """Return the dimension to join the pieces' outputs along: they are [1, tokens, ...] or [tokens, ...]."""
         if [value.shape[:2] for value in values] == [(1, size) for size in self.sizes]:
             return 1
         return 0 if [value.shape[:1] for value in values] == [(size,) for size in self.sizes] else None
@@ -132,16 +132,16 @@ def _count_trailing_dims(name: str) -> int | None:
 
 
 class Starts:
-    """Where the sequences of a packed row begin.
+    """Where packed sequences begin.
 
-    One for a stack of layers, which all get the same tensors: the device is read once a pass, not once a layer.
+    Shared by a stack of layers, which all get the same tensors: the device is read once a pass, not once a layer.
     """
 
     def __init__(self) -> None:
         self._found = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
-        """Return `find(tensor)`, from memory if the tensor has not been changed since."""
+        """Return `find(tensor)`, cached for as long as the tensor is not changed."""
         if tensor.is_inference():  # has no version
             return find(tensor)
         version, starts = self._found.get(tensor, (None, []))
@@ -152,7 +152,7 @@ class Starts:
 
 
 def find_position_starts(position_ids: torch.Tensor) -> list[int]:
-    """Return where the positions of a row begin anew; flash attention reads the same from them."""
+    """Return where positions begin again, which is how flash attention finds packed sequences."""
     flat = position_ids.reshape(-1)
     is_start = flat == flat.min()
     is_start[0] = True
@@ -160,21 +160,22 @@ def find_position_starts(position_ids: torch.Tensor) -> list[int]:
 
 
 def find_mask_starts(mask: torch.Tensor) -> list[int]:
-    """Return every token before which a row may be cut, since no token sees one on the other side.
+    """Return every token before which the batch may be split, since no token sees one on the other side.
 
     Args:
-        mask: [..., tokens, tokens], true where a query (row) sees a key (column), or 0 there and the least number else.
+        mask: [..., tokens, tokens], true where a query (row) sees a key (column); or 0 there, and the lowest value
+            elsewhere.
     """
     sees = mask > torch.finfo(mask.dtype).min if mask.is_floating_point() else mask.bool()
     sees = sees.flatten(0, -3).any(0) if sees.shape[:-2].numel() > 1 else sees.reshape(sees.shape[-2:])
     index = torch.arange(len(sees), device=sees.device)
-    can_cut = (_find_earliest(sees) >= index) & (_find_earliest(sees.T) >= index)
-    can_cut[0] = True
-    return can_cut.nonzero().flatten().tolist()
+    can_split = (_find_earliest(sees) >= index) & (_find_earliest(sees.T) >= index)
+    can_split[0] = True
+    return can_split.nonzero().flatten().tolist()
 
 
 def _find_earliest(sees: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the first column that it or a later row sees; one that sees nothing stays with the last."""
+    """Return, for each row, the first column that it or a later row sees; one that sees nothing joins the last."""
     index = torch.arange(len(sees), device=sees.device)
     first = torch.where(sees.any(-1), sees.to(torch.uint8).argmax(-1), index - 1)
     return first.flip(0).cummin(0).values.flip(0)

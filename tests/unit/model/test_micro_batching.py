@@ -1,6 +1,6 @@
-"""Layers that process their batch in pieces give what they give for the whole; whatever cannot be cut is refused.
+"""Layers that compute their batch in pieces give the same as in one; whatever cannot be split is refused.
 
-The tolerance: the gradient of an adapter is a sum over rows, and the order of the sum differs.
+The tolerance: the gradient of an adapter is a sum over sequences, and the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from lorashard.engine.autograd import is_in_backward
 from lorashard.errors import ConfigError
-from lorashard.model.cuts import RowCut, SequenceCut, find_mask_starts, find_position_starts
-from lorashard.model.layer_major import split_layers
+from lorashard.model.batch_split import BatchSplit, PackedSplit, find_mask_starts, find_position_starts
+from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
 
 NUM_LAYERS = 3
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-# Family, attention, activation checkpointing, rows or sequences of a piece.
+# Family, attention, activation checkpointing, sequences of a piece.
 CASES = (
     ("llama", "sdpa", "off", 2),
     ("llama", "eager", "non-reentrant", 1),
@@ -92,7 +92,7 @@ def split(model: nn.Module, rows: int) -> Any:
 
 
 def count_pieces(model: nn.Module) -> list[int]:
-    """Return a list of one number: how often the first layer's last submodule has run so far."""
+    """Return a list of one value: how often the first layer's last submodule has run so far."""
     count = [0]
     layer = find_decoder_stack(model)[1][0]
 
@@ -131,7 +131,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def check(batch: dict[str, Any], size: int, num_pieces: int, family: str = "llama", **options: Any) -> None:
-    """Compare a model that is split with the whole one."""
+    """Compare a model that is split with one that is not."""
     attention = options.get("attention", "sdpa")
     model = split(build(family, **options), size)
     count = count_pieces(model)
@@ -140,9 +140,9 @@ def check(batch: dict[str, Any], size: int, num_pieces: int, family: str = "llam
 
 
 @pytest.mark.parametrize(("family", "attention", "checkpointing", "size"), CASES)
-def test_pieces_give_the_whole_batchs_gradients(family, attention, checkpointing, size):
-    """Rows in the wrong order, a mask or position that belongs to other rows, a row too many in the last piece; of a
-    packed row a sequence cut in two, one that sees another's tokens, a position that does not begin anew."""
+def test_pieces_give_the_gradients_of_the_batch(family, attention, checkpointing, size):
+    """Sequences in the wrong order, another's mask or position, one too many in the last piece; of packed ones a
+    sequence split in two, one that sees another's tokens, a position that does not begin again."""
     packed = make_packed_batch()
     without_lengths = {name: packed[name] for name in ("input_ids", "labels", "position_ids")}
     for batch in (make_padded_batch(), packed, without_lengths):
@@ -160,8 +160,8 @@ def flash_by_loops(module, query, key, value, attention_mask, scaling, cu_seq_le
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def test_a_packed_row_without_a_mask_is_cut_where_flash_attention_cuts():
-    """Lengths that still count from the row's beginning, or pieces that are cut elsewhere than the kernel's."""
+def test_a_packed_row_without_a_mask_is_split_where_flash_attention_splits():
+    """Lengths that still count from the row's beginning, or pieces that begin elsewhere than the kernel's."""
     AttentionInterface.register("flash_by_loops", flash_by_loops)
     batch = make_packed_batch()
     for names in (batch.keys(), ("input_ids", "labels", "position_ids")):
@@ -177,15 +177,8 @@ def test_a_packed_row_without_a_mask_is_cut_where_flash_attention_cuts():
             assert_close(results[-1], results[0])
 
 
-def test_a_padded_row_is_one_sequence():
-    """With padding alone for a mask nothing keeps sequences apart, whatever the positions say: the row stays whole."""
-    toy = split_toy(1)
-    toy(torch.randn(1, 4, 4), attention_mask=torch.ones(1, 4), position_ids=torch.tensor([[1, 0, 1, 2]]))
-    assert toy.num_runs == 1
-
-
 def test_tensors_that_change_in_place_are_read_again():
-    """A buffer that a data loader fills anew for each batch would be cut where the last batch was."""
+    """A buffer that a data loader fills again for each batch would be split where the last batch was."""
     batch = make_packed_batch()
     model = split(build(), 1)
     take_results(model, batch)
@@ -195,16 +188,11 @@ def test_tensors_that_change_in_place_are_read_again():
     assert_close(take_results(model, batch), take_results(build(), changed))
 
 
-def test_what_looks_like_something_else_is_cut_by_rows():
-    """Positions that begin anew within rows, taken for a packed row's; what has the batch's size by chance: positions
-    of [tokens], a mask of [rows, tokens]."""
+def test_positions_that_restart_within_rows_are_no_packed_row():
+    """Positions that begin again within the rows of a batch, taken for those of a packed row."""
     batch = make_batch(rows=3, tokens=10) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]] * 3)}
     batch["position_ids"][1] = torch.arange(10)
     check(batch, 2, 2)
-    batch = make_padded_batch(rows=4, tokens=4)
-    batch |= {"cache_position": torch.arange(4), "num_items_in_batch": torch.tensor(9)}
-    for family in ("llama", "gemma3"):
-        check(batch, 1, 4, family)
 
 
 def test_accumulated_microbatches_give_the_same():
@@ -221,15 +209,12 @@ def test_accumulated_microbatches_give_the_same():
 @pytest.mark.parametrize(
     ("checkpointing", "batch"),
     (("off", make_padded_batch()), ("non-reentrant", make_packed_batch()), ("reentrant", make_padded_batch())),
-    ids=("rows", "packed", "reentrant"),
+    ids=("batch", "packed", "reentrant"),
 )
-def test_router_logits_are_one_a_layer(checkpointing, batch):
-    """transformers' hooks record a router's logits once a piece, which the auxiliary loss does not expect."""
+def test_router_logits_are_recorded_once_per_layer(checkpointing, batch):
+    """transformers' hooks record a router's logits once per piece, which the auxiliary loss does not expect."""
     results = []
-    for rows in (None, 2):
-        model = build("mixtral", checkpointing)
-        if rows is not None:
-            split(model, rows)
+    for model in (build("mixtral", checkpointing), split(build("mixtral", checkpointing), 2)):
         output = model(**batch, output_router_logits=True)
         assert len(output.router_logits) == NUM_LAYERS
         output.loss.backward()
@@ -238,17 +223,15 @@ def test_router_logits_are_one_a_layer(checkpointing, batch):
     assert_close(*results)
 
 
-def test_recorded_attentions_and_hidden_states_are_one_a_layer():
+def test_attentions_and_hidden_states_are_recorded_once_per_layer():
     """A record for each piece would be taken for one for each layer."""
-    batch = make_padded_batch()
-    outputs = []
-    for model in (build(attention="eager"), split(build(attention="eager"), 2)):
-        outputs.append(model(**batch, output_attentions=True, output_hidden_states=True))
+    models = (build(attention="eager"), split(build(attention="eager"), 2))
+    outputs = [model(**make_padded_batch(), output_attentions=True, output_hidden_states=True) for model in models]
     for name in ("attentions", "hidden_states"):
         expected, found = ({str(i): t.detach() for i, t in enumerate(output[name])} for output in outputs)
         assert_close(found, expected)
     with pytest.raises(ConfigError, match="attentions"):
-        split(build(attention="eager"), 2)(**make_packed_batch(), output_attentions=True)
+        models[1](**make_packed_batch(), output_attentions=True)
 
 
 class Toy(GradientCheckpointingLayer):
@@ -272,7 +255,8 @@ def split_toy(rows: int = 2, **options: Any) -> Toy:
 
 
 def test_arguments_come_by_position_or_by_name_and_tuples_come_back():
-    """A layer called with keywords alone, or with a mask by position, and one that gives a tuple."""
+    """A layer called with keywords alone, or with a mask by position, and one that returns a tuple; a single row with
+    padding, whose positions say that it packs sequences, and whose mask does not keep them apart."""
     hidden, mask = torch.randn(5, 3, 4), torch.zeros(5, 1, 3, 3)
     toy = split_toy()
     expected = torch.tanh(toy.linear(hidden))
@@ -281,10 +265,13 @@ def test_arguments_come_by_position_or_by_name_and_tuples_come_back():
         torch.testing.assert_close(found, expected)
         assert nothing is None
     assert toy.num_runs == 2 * 3
+    toy = split_toy(1)
+    toy(torch.randn(1, 4, 4), attention_mask=torch.ones(1, 4), position_ids=torch.tensor([[1, 0, 1, 2]]))
+    assert toy.num_runs == 1
 
 
 def test_evaluation_is_split_too():
-    """Evaluation of a large batch takes a unit's memory as well."""
+    """Evaluation of a large batch needs the activations of a layer as well."""
     model, plain = split(build(), 2).eval(), build().eval()
     for context, batch in ((torch.no_grad, make_padded_batch()), (torch.inference_mode, make_packed_batch())):
         count = count_pieces(model)
@@ -293,9 +280,9 @@ def test_evaluation_is_split_too():
         assert count == [3]
 
 
-def test_a_cache_keeps_the_batch_whole_unless_it_is_dropped():
-    """A cache that each piece adds its rows to would hold other rows' keys. Under activation checkpointing transformers
-    drops it inside of the checkpoint; outside of it, it would keep every training batch whole."""
+def test_a_batch_with_a_cache_is_not_split_unless_the_cache_is_dropped():
+    """A cache that each piece adds its keys to would mix sequences. transformers drops it under activation
+    checkpointing, but inside the checkpoint: outside, it would keep every training batch from being split."""
     batch = make_batch(rows=3)
     model, plain = split(build(), 1).eval(), build().eval()
     count = count_pieces(model)
@@ -325,7 +312,7 @@ def test_a_copy_runs_its_own_layers():
 
 
 def test_a_layer_that_checkpoints_its_call_checkpoints_pieces(monkeypatch):
-    """Before 5.20 transformers checkpoints around the hooks: all rows would be recomputed, and be alive, at once."""
+    """Before 5.20 transformers checkpoints around the hooks: all sequences would be recomputed at once."""
     recomputed: list[int] = []
 
     def checkpoint(function: Any, hidden: torch.Tensor) -> Any:
@@ -347,7 +334,7 @@ def test_a_layer_that_checkpoints_its_call_checkpoints_pieces(monkeypatch):
         def forward(self, hidden, past_key_values=None):
             return self.toy(hidden)
 
-    monkeypatch.setattr("lorashard.model.layer_major.GradientCheckpointingLayer", OldLayer)
+    monkeypatch.setattr("lorashard.model.micro_batching.GradientCheckpointingLayer", OldLayer)
     layer, visits = OldToy(), []
     split_layers([layer], 2)
     layer.register_forward_hook(lambda *args: visits.append(is_in_backward()))
@@ -359,15 +346,15 @@ def test_a_layer_that_checkpoints_its_call_checkpoints_pieces(monkeypatch):
 
 @pytest.mark.parametrize("batch", (make_batch(rows=4), make_packed_batch()), ids=("rows", "packed"))
 def test_activation_checkpointing_around_a_layer_is_refused(batch):
-    """It would recompute all rows at once: right gradients, and none of the memory saved."""
+    """It would recompute all sequences at once: right gradients, and no memory saved."""
     model = build_model(checkpointing="around-call")
     loss = split(model, 1)(**batch, use_cache=False).loss
     with pytest.raises(ConfigError, match="activation checkpointing"):
         loss.backward()
 
 
-def test_what_cannot_be_cut_is_refused():
-    """A tensor, container or mask whose rows are unknown would be cut or shared wrongly in silence."""
+def test_what_cannot_be_split_is_refused():
+    """A tensor, container or mask without a known batch dimension would silently be split or shared wrongly."""
     hidden, row = torch.randn(4, 4, 4), torch.randn(1, 6, 4)
     packed = dict(position_ids=torch.tensor([[0, 1, 0, 1, 0, 1]]))
     block_mask = type("BlockMask", (), {})()
@@ -381,18 +368,18 @@ def test_what_cannot_be_cut_is_refused():
         (r"'attention_mask' .a BlockMask", dict(hidden=row, attention_mask=block_mask, **packed)),
         (r"'position_ids' .*\[4, 4, 3\]", dict(hidden=hidden, position_ids=torch.zeros(4, 4, 3))),
         (r"'alibi' .*\[4, 1, 4\]", dict(hidden=hidden, alibi=torch.zeros(4, 1, 4))),
-        (r"\[batch, tokens, hidden\], found .*\[4, 4\]", dict(hidden=hidden[0])),
+        (r"\[batch, tokens, hidden\] .*\[4, 4\]", dict(hidden=hidden[0])),
         (r"packs 3 sequences", dict(hidden=row, **packed)),
         (r"'extra' .*\[6\]", dict(hidden=row, attention_mask=block_diagonal(2, 2, 2), extra=torch.zeros(6))),
-        (r"cu_seq_lens_q: .*0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
+        (r"cu_seq_lens_q .*0 to 6", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 5]))),
         (r"not their own", dict(hidden=row, cu_seq_lens_q=torch.tensor([0, 2, 4, 6]), attention_mask=mask)),
     ):
         with pytest.raises(ConfigError, match=message):
             split_toy(1)(**arguments)
 
 
-def test_outputs_that_cannot_be_put_together_are_refused():
-    """A sum over rows, or rows that broadcast to the batch again, would be concatenated into nonsense."""
+def test_outputs_that_cannot_be_joined_are_refused():
+    """A sum over the batch, or one that broadcasts to it again, would be concatenated into nonsense."""
     hidden = torch.randn(4, 3, 4)
     for run, message in (
         (lambda hidden, extra: (hidden, hidden.sum()), r"shape \[\]"),
@@ -404,12 +391,12 @@ def test_outputs_that_cannot_be_put_together_are_refused():
             split_toy(1, run=run)(hidden)
 
 
-def test_layers_are_split_once_and_by_a_positive_number():
+def test_layers_are_split_once_and_by_a_positive_size():
     """Splitting pieces again, or another's wrapper lost, would go unnoticed."""
     toy = split_toy()
     with pytest.raises(ConfigError, match="Toy .*forward"):
         split_layers([toy], 2)
-    with pytest.raises(ConfigError, match="rows, found 0"):
+    with pytest.raises(ConfigError, match="found 0"):
         split_layers([Toy()], 0)
 
 
@@ -418,7 +405,7 @@ def block_diagonal(*lengths: int) -> torch.Tensor:
 
 
 def test_sequences_are_found_in_masks_and_positions():
-    """A cut through a sequence, or at every padding token of a row, which nothing sees and which sees nothing."""
+    """A split inside a sequence, or at every padding token, which nothing sees and which sees nothing."""
     for mask, expected in (
         (block_diagonal(3, 1, 2), [0, 3, 4]),
         (torch.ones(5, 5).tril().bool()[None, None], [0]),
@@ -433,11 +420,11 @@ def test_sequences_are_found_in_masks_and_positions():
     assert find_position_starts(torch.tensor([[4, 5, 0, 1, 2, 0]])) == [0, 2, 5]  # the first begins with the row
 
 
-def test_each_argument_is_cut_along_its_own_dimension():
+def test_each_argument_is_split_along_its_own_dimension():
     """Dimensions by name and shape, where sizes coincide: 4 rows of 4 tokens, and 3 rows beside 3 axes of positions."""
-    rows, sequences = RowCut("hidden_states", 4, 4, (2, 2)), SequenceCut("hidden_states", 4, [0, 1, 3], 2)
+    batch, packed = BatchSplit("hidden_states", 4, 4, (2, 2)), PackedSplit("hidden_states", 4, [0, 1, 3], 2)
     whole = None
-    for name, shape, by_rows, by_tokens in (
+    for name, shape, by_batch, by_tokens in (
         ("position_ids", (4, 4), 0, 1),
         ("position_ids", (4,), whole, 0),
         ("position_ids", (3, 4, 4), 1, 2),
@@ -456,13 +443,13 @@ def test_each_argument_is_cut_along_its_own_dimension():
         ("attention_mask", (1, 4), whole, 1),
     ):
         tensor = torch.arange(max(1, torch.Size(shape).numel())).reshape(shape)
-        for cut, dim in ((rows, by_rows), (sequences, by_tokens)):
-            found = cut.cut(name, tensor)
+        for cut, dim in ((batch, by_batch), (packed, by_tokens)):
+            found = cut.split(name, tensor)
             if dim == "refused":
                 assert found is None, (name, shape)
                 continue
             expected = [tensor] * 2 if dim is whole else tensor.split(cut.sizes, dim)
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (name, shape, dim)
-    assert RowCut("hidden_states", 3, 5, (2, 1)).cut("position_embeddings", torch.zeros(3, 3, 5, 8)) is None
-    ends = sequences.cut("cu_seq_lens_q", torch.tensor([0, 1, 3, 4]))
+    assert BatchSplit("hidden_states", 3, 5, (2, 1)).split("position_embeddings", torch.zeros(3, 3, 5, 8)) is None
+    ends = packed.split("cu_seq_lens_q", torch.tensor([0, 1, 3, 4]))
     assert [end.tolist() for end in ends] == [[0, 1, 3], [0, 1]]

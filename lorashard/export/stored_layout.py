@@ -1,50 +1,30 @@
-"""How a model's tensors are spelled in a checkpoint: keys, and which elements of which stored tensor each one fills."""
+"""How a model's tensors are stored in a checkpoint: keys, and which elements of which stored tensor each one fills."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..weights.conversion import Group, Skeleton, is_converted, revert
+from ..weights.conversion import Group, Skeleton, revert
 from ..weights.model_folder import shorten
 from ..weights.weights import BaseWeights
 
-# A stored tensor's key, the first element, and the elements from there on.
-Piece = tuple[str, int, torch.Tensor]
+# A stored tensor's key, its first element that is filled, and the values from there on.
+StoredValues = tuple[str, int, torch.Tensor]
 
 
-class Spelling(Protocol):
-    """The stored tensors of a checkpoint, and how they are made of a model's tensors.
+class OriginalLayout:
+    """The layout of the base's own files: the same keys and tensors, whatever transformers makes of them.
+
+    What is quantized there has the keys and tensors that it had before.
 
     Attributes:
         tensors: every stored tensor, on the meta device, by key and in order.
-        copied: keys of those that are taken over from another checkpoint as they are.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    copied: list[str]
-
-    def key_of(self, name: str) -> str | None:
-        """Return the key of the stored tensor that a model tensor is, whole and by itself; None if there is none."""
-        ...
-
-    def batches(self, names: Sequence[str]) -> list[list[str]]:
-        """Return the model tensors among `names` that are stored, in groups that must be spelled together."""
-        ...
-
-    def spell(self, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-        """Yield what the values of one batch fill."""
-        ...
-
-
-class OriginalSpelling:
-    """As the base's own files have it: the same keys and tensors, whatever transformers makes of them.
-
-    What is quantized there has the keys and tensors that it had before.
+        copied: keys of those that are copied from the base's files as they are.
     """
 
     def __init__(
@@ -64,7 +44,7 @@ class OriginalSpelling:
             changed: names of tensors that get other values than the files'.
             added: tensors on the meta device, by name, that the files do not have and that are to be stored too.
             dropped: beginnings of keys to leave out where the model has no place for them.
-            cast: what stored numbers become that the model does not read.
+            cast: the dtype of stored floats that the model does not read; None leaves them as they are.
 
         Raises:
             ConfigError: a changed tensor is made by a conversion that transformers cannot undo.
@@ -104,13 +84,15 @@ class OriginalSpelling:
             self._check_reversible(group, weights)
 
     def key_of(self, name: str) -> str | None:
+        """Return the key of the stored tensor that holds a model tensor and nothing else; None if there is none."""
         source = self._sources.get(name)
-        if source is None or isinstance(source, Group) or len(source.runs) != 1:
+        if source is None or isinstance(source, Group) or len(source.segments) != 1:
             return self._added.get(name)
-        stored = source.runs[0].stored
+        stored = source.segments[0].stored
         return stored.key if tuple(stored.shape) == source.shape else None
 
     def batches(self, names: Sequence[str]) -> list[list[str]]:
+        """Return the model tensors among `names` that are stored, in groups that `store` needs at once."""
         grouped: dict[object, list[str]] = {}
         for name in names:
             source = self._sources.get(name)
@@ -120,26 +102,27 @@ class OriginalSpelling:
                 grouped.setdefault(id(source), []).append(name)
         return list(grouped.values())
 
-    def spell(self, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    def store(self, values: Mapping[str, torch.Tensor]) -> Iterator[StoredValues]:
+        """Yield what the values of one batch fill."""
         for name, value in values.items():
             if name in self._added:
                 yield self._added[name], 0, value
                 continue
             source = self._sources[name]
             if isinstance(source, Group):
-                yield from self._take_apart(source, values)
+                yield from self._revert(source, values)
                 return
             flat, position = value.reshape(-1), 0
-            for run in source.runs:
-                yield run.stored.key, run.begin, flat[position : position + run.numel]
-                position += run.numel
+            for segment in source.segments:
+                yield segment.stored.key, segment.begin, flat[position : position + segment.numel]
+                position += segment.numel
 
-    def _take_apart(self, group: Group, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    def _revert(self, group: Group, values: Mapping[str, torch.Tensor]) -> Iterator[StoredValues]:
         made = revert(self._model, values)
-        # What a loader would make of it: a shape alone does not tell that an order is right.
+        # What a loader would make of it: right shapes alone do not mean that the order is right.
         back = group.convert(self._skeleton, lambda stored: made[stored.key])
         if any(not torch.equal(back[name], value) for name, value in values.items()):
-            raise self._refusal(group, "it comes back with other numbers")
+            raise self._refusal(group, "loading it again gives other values")
         for key, tensor in made.items():
             yield key, 0, tensor
 
@@ -156,56 +139,10 @@ class OriginalSpelling:
 
     def _refusal(self, group: Group, reason: str) -> ConfigError:
         return ConfigError(
-            f"the adapter changes '{group.name}', which transformers makes from other stored tensors and cannot take "
-            f"apart again ({reason}): load the base with PEFT and use merge_and_unload instead"
+            f"the adapter changes '{group.name}', which transformers makes from other stored tensors and cannot "
+            f"convert back ({reason})",
+            fix="load the base with PEFT and use merge_and_unload instead",
         )
-
-
-class ModelSpelling:
-    """As transformers' `save_pretrained` would write the model."""
-
-    def __init__(
-        self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], units: Sequence[Sequence[str]]
-    ) -> None:
-        """Plan the stored tensors.
-
-        Args:
-            model: the model without adapters; its weights are not looked at.
-            tensors: what is to be stored, on the meta device, by the names in the model.
-            units: the names that are known at one time.
-
-        Raises:
-            ConfigError: a conversion needs tensors of several units at once.
-        """
-        self._model = model
-        self._metas = dict(tensors)
-        self.copied: list[str] = []
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._is_renaming = not is_converted(model)
-        for names in units:
-            known = {name: tensors[name] for name in names if name in tensors}
-            self.tensors |= revert(model, known)
-        whole = {key: tuple(tensor.shape) for key, tensor in revert(model, tensors).items()}
-        if whole != {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}:
-            raise ConfigError(
-                f"{type(model).__name__} is saved by a conversion that needs several layers at once, which merging a "
-                "unit at a time cannot do: save the adapter and merge it with PEFT's merge_and_unload"
-            )
-
-    def key_of(self, name: str) -> str | None:
-        if name not in self._metas:
-            return None
-        made = revert(self._model, {name: self._metas[name]})
-        same = [key for key, tensor in made.items() if tensor.shape == self._metas[name].shape]
-        return same[0] if len(made) == 1 and same else None
-
-    def batches(self, names: Sequence[str]) -> list[list[str]]:
-        known = [name for name in names if name in self._metas]
-        return [[name] for name in known] if self._is_renaming else [known] if known else []
-
-    def spell(self, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-        for key, tensor in revert(self._model, values).items():
-            yield key, 0, tensor
 
 
 def _stored_in(source: Any) -> Iterator[Any]:
@@ -214,8 +151,8 @@ def _stored_in(source: Any) -> Iterator[Any]:
             yield from stored
     else:
         seen = {}
-        for run in source.runs:
-            seen[run.stored.key] = run.stored
+        for segment in source.segments:
+            seen[segment.stored.key] = segment.stored
         yield from seen.values()
 
 
