@@ -12,9 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+from lorashard.errors import RunStopped
 from lorashard.runs.checkpoints import MANIFEST_NAME, list_checkpoints, place_partial, publish, read_manifest
 from lorashard.runs.lock import lock_run
 from lorashard.runs.status import Status
+from lorashard.runtime.failures import Failure
 
 MAX_STEPS = 10_000
 STEP_S = 0.2
@@ -44,7 +46,8 @@ def main() -> int:
             if number != signal.SIGQUIT:
                 _save(folder, step)
             if number in _STOPS:
-                status.end("stopped", f"stopped by {_STOPS[number]}")
+                stop = RunStopped(signal=_STOPS[number], step=step, checkpoint=f"checkpoint-{step}")
+                status.end("stopped", Failure.of_error(stop))
                 return _STOPPED_EXIT_CODE
 
 

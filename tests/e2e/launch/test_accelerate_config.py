@@ -130,4 +130,4 @@ def test_fsdp_that_comes_later_fails_at_once(tmp_path):
     """Catches a model that is wrapped all the same, which a trainer's own `fsdp` does after it was loaded."""
     build_base().save_pretrained(tmp_path)
     for message in run_ranks(wrap, 2, str(tmp_path)):
-        assert "base weight 'model.layers.0.self_attn.q_proj.weight' is sharded" in message
+        assert "'model.layers.0.self_attn.q_proj.weight'" in message and "sharded" in message
