@@ -19,13 +19,14 @@ def make_loraplus_optimizer(model: PeftModel, arguments: TrainingArguments, rati
     try:
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"optim: {' '.join(str(error).split())}") from error
+        raise ConfigError(" ".join(str(error).split()), option="optim") from error
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
     ) or not options.keys().isdisjoint(("params", "model", "optimizer_dict")):
         raise ConfigError(
-            f"loraplus_lr_ratio: optim {arguments.optim} makes parameter groups of its own; expected one that takes "
-            "them, such as adamw_torch"
+            option="loraplus_lr_ratio",
+            expected="an optim that takes parameter groups, such as adamw_torch",
+            found=f"{arguments.optim}, which makes its own",
         )
     return create_loraplus_optimizer(
         model,

@@ -23,7 +23,7 @@ Reward = str | Callable[..., Any]
 
 
 def check_reward_model(model_name_or_path: str, trust_remote_code: bool = False) -> None:
-    """Look at a reward model, which the trainer would load from pickles too, and whose faults it tells as they come.
+    """Check a reward model, which the trainer would also load from pickles, and whose faults it reports late.
 
     Args:
         trust_remote_code: Run code that comes with it.
@@ -37,7 +37,7 @@ def check_reward_model(model_name_or_path: str, trust_remote_code: bool = False)
 
 
 def load_rewards(names: list[str], model_name_or_path: str | None) -> list[Reward]:
-    """Return what GRPOTrainer takes as `reward_funcs`: a reward model's name, which it loads whole, and functions.
+    """Return what GRPOTrainer takes as `reward_funcs`: a reward model's name, which it loads unsharded, and functions.
 
     Raises:
         ConfigError: A function is not found, or needs a package that is not there.
@@ -48,15 +48,18 @@ def load_rewards(names: list[str], model_name_or_path: str | None) -> list[Rewar
 
 def _load_function(name: str) -> Callable[..., Any]:
     if name in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"reward_funcs: {name} needs a package that is not installed: pip install math_verify")
+        raise ConfigError(
+            f"{name} needs a package that is not installed", option="reward_funcs", fix="pip install math_verify"
+        )
     if name in _NAMED:
         function = getattr(importlib.import_module("trl.rewards"), name)
         return function(**_OVERLONG) if name == "get_soft_overlong_punishment" else function
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
         raise ConfigError(
-            f"reward_funcs: expected one of {', '.join(_NAMED)}, or an import path such as my_rewards.is_right; found "
-            f"{name!r}"
+            option="reward_funcs",
+            expected=f"one of {', '.join(_NAMED)}, or an import path such as my_rewards.is_right",
+            found=repr(name),
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -64,8 +67,8 @@ def _load_function(name: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module_name), attribute, None)
     except Exception as error:  # the module is the user's, and its import may do anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"reward_funcs: {module_name!r} cannot be imported: {reason}") from error
+        raise ConfigError(f"{module_name!r} cannot be imported: {reason}", option="reward_funcs") from error
     if not callable(function):
         found = "nothing" if function is None else type(function).__name__
-        raise ConfigError(f"reward_funcs: expected a function {attribute!r} in {module_name!r}, found {found}")
+        raise ConfigError(option="reward_funcs", expected=f"a function {attribute!r} in {module_name!r}", found=found)
     return function

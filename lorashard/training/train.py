@@ -358,16 +358,16 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
         ConfigError: TRL or transformers refuses an option.
     """
     if use_cpu and (config.activation_checkpointing_kwargs or {}).get("offload"):
-        raise ConfigError(
-            "activation_checkpointing_kwargs: offload moves activations from a GPU; leave it out with --cpu"
-        )
+        raise _refuse_on_cpu("activation_checkpointing_kwargs", "offload moves activations from a GPU")
     if use_cpu and config.trainer_options.get("activation_offloading"):
-        raise ConfigError("activation_offloading: it moves activations from a GPU; leave it out with --cpu")
+        raise _refuse_on_cpu("activation_offloading", "it moves activations from a GPU")
     if config.trainer_options.get("use_liger_kernel"):
         if use_cpu:
-            raise ConfigError("use_liger_kernel: Liger's kernels run on GPUs; leave it out with --cpu")
+            raise _refuse_on_cpu("use_liger_kernel", "Liger's kernels run on GPUs")
         if not is_liger_kernel_available():
-            raise ConfigError("use_liger_kernel: Liger's kernels are not installed: pip install liger-kernel")
+            raise ConfigError(
+                "Liger's kernels are not installed", option="use_liger_kernel", fix="pip install liger-kernel"
+            )
     assert config.dtype != "auto", "the trainer's flags follow from what it becomes"
     method = config.trl_method
     env = read_launcher_env()
@@ -392,19 +392,25 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
     try:
         arguments = config_class(**options)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise ConfigError(f"TRL's {method.config_class} refuses the options: {' '.join(str(error).split())}") from error
+        raise ConfigError(" ".join(str(error).split()), where=f"TRL's {method.config_class}") from error
     if arguments.optim_target_modules is None:  # the others are made for a model
         try:
             Trainer.get_optimizer_cls_and_kwargs(arguments)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"optim: {' '.join(str(error).split())}") from error
+            raise ConfigError(" ".join(str(error).split()), option="optim") from error
     if arguments.mixed_precision != "no" and not (arguments.bf16 or arguments.fp16):
         raise ConfigError(
-            f"accelerate is told mixed precision {arguments.mixed_precision}, but the run is to compute in "
-            f"{config.dtype}: answer no to mixed precision in `accelerate config`, where dtype is what counts, or give "
-            "the dtype that is meant"
+            option="dtype",
+            expected=f"{arguments.mixed_precision}, as accelerate's mixed precision is set",
+            found=config.dtype,
+            fix="answer no to mixed precision in `accelerate config`, where dtype is what counts, or give the dtype "
+            "that is meant",
         )
     return arguments
+
+
+def _refuse_on_cpu(option: str, reason: str) -> ConfigError:
+    return ConfigError(reason, option=option, fix="leave it out with --cpu")
 
 
 def build_trainer(
@@ -442,7 +448,7 @@ def build_trainer(
             **({"reward_funcs": list(rewards)} if method.generates else {}),
         )
     except (ValueError, NotImplementedError, OSError) as error:
-        raise ConfigError(f"TRL's {method.trainer_class} refuses the run: {' '.join(str(error).split())}") from error
+        raise ConfigError(" ".join(str(error).split()), where=f"TRL's {method.trainer_class}") from error
 
 
 def _take_tokens(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> torch.Tensor:
