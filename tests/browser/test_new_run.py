@@ -154,7 +154,7 @@ def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("lora_r: 8\nlora_q: 3\n")
     choose_file(page, "load-yaml", wrong)
-    expect(page.get_by_text("'lora_q' (wrong.yaml, line 2)")).to_be_visible()
+    expect(page.get_by_text("wrong.yaml, line 2: lora_q")).to_be_visible()
     expect(find_input(page, "learning_rate")).to_have_value("0.005")
 
     choose_file(page, "upload-dataset", REPOSITORY / ROWS)
@@ -197,7 +197,7 @@ def test_another_method_brings_its_own_options(form):
     expect(page.locator("#more textarea")).to_have_value(re.compile("^label_smoothing: 0.0"))
     find_input(page, "method").click()
     page.get_by_role("option", name="grpo").click()
-    expect(page.locator("#more.wrong")).to_contain_text("grpo (more options, line 1)")
+    expect(page.locator("#more.wrong")).to_contain_text("more options, line 1: label_smoothing")
     expect(page.locator("#option-max_length.wrong")).to_contain_text("grpo")
 
 

@@ -193,7 +193,7 @@ def test_what_the_hub_does_not_give_is_said_in_a_line(folders, hub, tmp_path):
         (dict(dataset="org/gated"), "https://huggingface.co/datasets/org/gated"),
         (dict(dataset="org/nothing"), "org/nothing"),
         (dict(dataset="org/rows", dataset_revision="v9"), "Revision 'v9'"),
-        (dict(dataset="org/cut"), "Try again"),
+        (dict(dataset="org/cut"), "try again"),
     ]
     cases = [
         (make_command(name, **model, **options), message)

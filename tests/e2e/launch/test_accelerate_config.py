@@ -87,7 +87,7 @@ def test_the_example_config_trains_on_all_ranks(tmp_path):
         ),
         pytest.param(
             {"torch dynamo": "yes"},
-            "(ACCELERATE_DYNAMO_BACKEND=INDUCTOR)",
+            "ACCELERATE_DYNAMO_BACKEND: ",
             marks=pytest.mark.slow,
         ),
     ],
