@@ -341,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
         if find_fault(error) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             refused = ConfigError(f"a disk refuses: {error}", fix="make room or fix it, and run this again")
+            refused.__cause__ = error
             return _report(refused, exit_code=2, is_plain=True)
         return _report(error, exit_code=1, is_plain=False)
 

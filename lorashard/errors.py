@@ -43,6 +43,12 @@ class LorashardError(Exception):
         sentence = ": ".join(str(part) for part in parts if part not in (None, ""))
         return f"{sentence}; {self.fix}" if self.fix else sentence
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make what ranks exchange: what an option held may be anything, and is text there."""
+        plain = {name: getattr(self, name) for name in ("expected", "found", "where")}
+        fields = {name: value if value is None else str(value) for name, value in plain.items()}
+        return type(self), (self.problem,), self.__dict__ | fields
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set, as strings, and `type`, the name of the class."""
         names = ("problem", "option", "expected", "found", "where", "fix")
@@ -73,7 +79,18 @@ class VerificationError(LorashardError):
 
 
 class TrainingError(LorashardError):
-    """Values that no training recovers from: the command line reports it in one line and exits with code 1."""
+    """Values that no training recovers from: the command line reports it in one line and exits with code 1.
+
+    Attributes:
+        rank: the first whose loss is not finite; None where all ranks have the value, as of a gradient's norm.
+    """
+
+    def __init__(self, problem: str = "", *, rank: int | None = None, fix: str | None = None) -> None:
+        super().__init__(problem, fix=fix)
+        self.rank = rank
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | ({} if self.rank is None else {"rank": self.rank})
 
 
 class RunStopped(LorashardError):

@@ -51,7 +51,7 @@ class AppContext:
         """Resume a run.
 
         Raises:
-            ConfigError: as `control.resume_run`.
+            UserError: as `control.resume_run`.
         """
         self.worker.close()
         control.resume_run(self.root, name)

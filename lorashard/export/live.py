@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 import torch
 from peft import PeftModel
@@ -45,17 +45,25 @@ def save_active_adapter(model: PeftModel) -> Iterator[Path]:
             fix="PEFT's own merge_and_unload merges a model that is in memory as a whole",
         )
     name = model.active_adapter
-    with TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+
+        def save() -> str:
+            folder = stack.enter_context(TemporaryDirectory())
+            model.save_pretrained(folder, selected_adapters=[name])
+            return folder
+
         try:
-            raise_on_all_ranks(lambda: model.save_pretrained(folder, selected_adapters=[name]))
+            folder = raise_on_all_ranks(save)
         except Exception as error:
             if find_fault(error) is None:
                 raise
+            place = Path(gettempdir())
             raise CheckpointError(
-                f"the adapter could not be saved for merging ({describe_fault(error, Path(folder))})",
-                where=folder,
+                f"the adapter could not be saved for merging ({describe_fault(error, place)})",
+                where=place,
                 fix="make room, or set TMPDIR to a folder with room",
             ) from error
+        assert folder is not None
         yield Path(folder, "" if name == "default" else name)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import CheckpointError, ConfigError
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
-from ..runtime.atomic_folder import name_partial, publish_folder, remove_abandoned
+from ..runtime.atomic_folder import make_empty, name_partial, publish_folder, remove_abandoned
 from ..runtime.disk import describe_fault, show_bytes
 
 
@@ -60,7 +60,7 @@ def publish(out: Path, num_bytes: int) -> Iterator[Path]:
         check_target(out)
         remove_abandoned(out)
         _check_room(partial.parent, num_bytes, out)
-        partial.mkdir()
+        make_empty(partial)
 
     with _exit_on_sigterm(), _explained(out, partial.parent, num_bytes):
         try:

@@ -38,7 +38,10 @@ def inject(model: PreTrainedModel, config: PeftConfig, **options: Any) -> PeftMo
             return get_peft_model(model, without_loftq(config), **options)
         except ShardError as error:
             raise ConfigError(
-                f"PEFT rewrites the base to make this adapter, and it is read-only: {error.problem}", fix=error.fix
+                f"PEFT rewrites the base to make this adapter, and it is read-only: {error.problem}",
+                where=error.where,
+                expected=error.expected,
+                fix=error.fix,
             ) from error
         except (ValueError, TypeError, AttributeError, RuntimeError, ImportError, re.error) as error:
             raise ConfigError(

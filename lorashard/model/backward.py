@@ -100,7 +100,7 @@ def _make_skippable(floor: _Floor, original: type[nn.Module]) -> dict[str, Any]:
     """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if floor.index_of[self] >= floor.lowest:
+        if floor.index_of.get(self, len(floor.index_of)) >= floor.lowest:  # a copy of a layer is in no index
             floor.lowest = 0  # some models run their layers again
             return original.__call__(self, *args, **kwargs)
         with torch.no_grad():

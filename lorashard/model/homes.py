@@ -79,7 +79,7 @@ class ShardedHomes:
         resident: units that stay unsharded on the device.
         converted: files with units as they are to be kept, which are read instead of `source`.
 
-    Memory: what the homes hold, and on CUDA one weight beside them while it is filled.
+    Memory: what the homes hold, and on CUDA one weight beside them while it is filled; of converted files one shard.
     """
 
     is_on_host: bool

@@ -158,7 +158,7 @@ def _describe_base(model: PeftModel, first: str | None) -> tuple[Mapping[str, st
 
     An adapter that PEFT converts, by its first form, belongs to the base that this one was derived from.
     """
-    base, dtype = base_of(model), model.get_base_model().dtype
+    base, dtype = base_of(model), getattr(model.get_base_model(), "dtype", None)  # a plain module has none
     if base is None:
         return describe_base(None, model.__dict__.get(_QUANTIZATION_ATTRIBUTE), dtype), None
     own_first = (base.folder / INITIAL_ADAPTER_NAME).resolve()

@@ -30,6 +30,7 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "checkpoint_requested": "{path} was asked for ({signal}), and is complete".format_map,
     "checkpoint_skipped": "{checkpoint} is skipped: {problem}".format_map,
     "checkpoint_set_aside": "{checkpoint} is not resumed from: it is now {renamed}".format_map,
+    "end_not_written": "{path} does not record that the run has ended: {reason}".format_map,
     "resumed": "resuming from {checkpoint}, step {step}".format_map,
 }
 
@@ -65,9 +66,9 @@ class EventLog:
         event = {"time": time.time(), "kind": kind, "rank": self._rank}
         if step is not None:
             event["step"] = step
-        self.files.append(self._path, to_json_line(event | fields))
         if kind in _SENTENCES:
             self._show(_SENTENCES[kind](event | fields))
+        self.files.append(self._path, to_json_line(event | fields))
 
 
 def describe_event(kind: str, fields: Mapping[str, Any]) -> str:
@@ -84,26 +85,26 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for line in lines:
         try:
-            events = add_event(events, json.loads(line))
+            add_event(events, json.loads(line))
         except (ValueError, KeyError, TypeError):  # half a line
             continue
     return events
 
 
-def add_event(events: list[dict[str, Any]], event: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events with one more. A `start` leaves out what is before it and is not this run's any more.
+def add_event(events: list[dict[str, Any]], event: dict[str, Any]) -> None:
+    """Add an event to the others. A `start` removes those before it that are not this run's any more.
 
     A new run takes over what has happened since its process began; a resumed one also what was up to its checkpoint.
     """
     if event["kind"] == "start":
-        resumed_step = event["resumed_step"]
-        events = [
+        resumed_step, begin_s = event.get("resumed_step"), event.get("begin_s", event["time"])
+        events[:] = [
             one
             for one in events
-            if one["time"] >= event["begin_s"]
+            if one["time"] >= begin_s
             or (resumed_step is not None and (one.get("step") is None or one["step"] <= resumed_step))
         ]
-    return [*events, event]
+    events.append(event)
 
 
 def to_json_line(fields: Mapping[str, Any]) -> str:

@@ -140,7 +140,9 @@ class Status:
             try:
                 replace_text(self._path, self._to_json())
             except OSError as fault:
-                warn(f"{self._path} does not say that the run has ended: {describe_fault(fault, self._path.parent)}")
+                assert self._events is not None
+                reason = describe_fault(fault, self._path.parent)
+                self._events.emit("end_not_written", path=str(self._path), reason=reason)
 
     def hear_ranks(self) -> None:
         """Take over what ranks have said since they were started."""

@@ -28,12 +28,22 @@ def fill_atomically(folder: Path) -> Iterator[Path]:
     remove_abandoned(folder)
     partial = name_partial(folder)
     try:
-        partial.mkdir()
+        make_empty(partial)
         yield partial
         publish_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def make_empty(partial: Path) -> None:
+    """Make a folder that this process alone fills; a killed one may have had its number, as in a restarted container.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
 
 
 def name_partial(folder: Path) -> Path:

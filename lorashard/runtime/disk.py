@@ -48,6 +48,7 @@ class PatientFiles:
         self._num_waiting = 0  # lines that an outage has kept back so far
         self._num_lost = 0
         self._is_out = False
+        self._refusal: dict[str, str] | None = None  # that nobody has heard of
 
     def replace(self, path: Path, text: str) -> None:
         """Make `text` the content of a file; until that is there, the file stays as it is."""
@@ -67,15 +68,18 @@ class PatientFiles:
         """Try to write what waits."""
         for path in list(self._texts):
             if self._try(path, lambda path=path: replace_text(path, self._texts[path])):  # type: ignore[misc]
-                self._texts.pop(path, None)
+                del self._texts[path]
         for path, lines in list(self._lines.items()):
             if self._try(path, lambda path=path, lines=lines: append_lines(path, lines)):  # type: ignore[misc]
                 self._num_waiting += len(lines) if self._is_out else 0
-                self._lines.pop(path, None)
+                del self._lines[path]
         if self._is_out and not self._texts and not self._lines:
             counts = {"num_lines": self._num_waiting, "num_lost": self._num_lost}
             self._is_out, self._num_waiting, self._num_lost = False, 0, 0
             self._emit("disk_accepted", **counts)
+        if self._refusal is not None:  # only now: who hears of it writes to these files too
+            refusal, self._refusal = self._refusal, None
+            self._emit("disk_refused", **refusal)
 
     def _try(self, path: Path, write: Callable[[], None]) -> bool:
         try:
@@ -84,7 +88,7 @@ class PatientFiles:
         except OSError as error:
             if not self._is_out:
                 self._is_out = True
-                self._emit("disk_refused", path=str(path), reason=describe_fault(error, path.parent))
+                self._refusal = {"path": str(path), "reason": describe_fault(error, path.parent)}
             return False
 
 

@@ -32,6 +32,7 @@ Cause = Literal["stop", "mistake", "memory", "disk", "nonfinite", "hang", "kille
 
 def find_cause(error: BaseException) -> Cause:
     """Return what kind of end an error is, also where it was raised from another one that says so."""
+    is_mistake = isinstance(error, UserError)
     while True:
         if isinstance(error, (RunStopped, KeyboardInterrupt)):
             return "stop"
@@ -44,7 +45,7 @@ def find_cause(error: BaseException) -> Cause:
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):  # torch's for host memory
             return "memory"
         if error.__cause__ is None:
-            return "mistake" if isinstance(error, UserError) else "crash"
+            return "mistake" if is_mistake or isinstance(error, UserError) else "crash"
         error = error.__cause__
 
 
@@ -110,7 +111,7 @@ class Failure:
             message = f"{type(error).__name__}: {error}"
         fields = error.to_json() if isinstance(error, LorashardError) else None
         exit_code = {"stop": STOPPED_EXIT_CODE, "mistake": 2}.get(cause, 1)
-        return cls(exit_code, message, cause, fields=fields)
+        return cls(exit_code, message, cause, rank=getattr(error, "rank", None), fields=fields)
 
     @property
     def is_stop(self) -> bool:
@@ -119,7 +120,9 @@ class Failure:
 
     def with_signal(self, number: signal.Signals) -> Failure:
         """Return a stop as that of another signal, which the launcher got and passed on as one of its own."""
-        fields = dict(self.fields or {}, signal=number.name)
+        if self.fields is None:  # its disk was full: nobody knows more
+            return replace(self, message=f"stopped by {number.name}")
+        fields = dict(self.fields, signal=number.name)
         stop = RunStopped(**{name: value for name, value in fields.items() if name != "type"})
         return replace(self, message=str(stop), fields=fields)
 
@@ -165,6 +168,9 @@ def explain_failures(failures: Mapping[int, ProcessFailure], logs_dir: Path) -> 
     if failure.exitcode == 2 or details.get("user_error"):
         reason = details.get("user_error") or _read_last_line(log).removeprefix("lorashard: error: ")
         on_rank = "" if rank == 0 else f" (rank {rank}, log: {log})"
+        is_of_all = sum(bool(_read_details(one).get("user_error")) for one in failures.values()) > 1
+        fields = details.get("fields") or {}
+        blamed["rank"] = fields.get("rank") if is_of_all or cause == "nonfinite" else rank
         return Failure(details.get("exit_code", 2), f"{reason}{on_rank}", details.get("cause", "mistake"), **blamed)
     reason = details.get("error") or _read_last_line(log) or "it said nothing"
     message = f"rank {rank} failed: {reason} (exit code {failure.exitcode}, log: {log})"

@@ -149,10 +149,13 @@ class FiniteTrainer(Trainer):
             grad_norm=norm,
             is_skipped=self.nonfinite.skips,
         )
-        line = f"step {step}: {_explain(dist.gather_objects((losses, named)), norm)}"
+        everyone = dist.gather_objects((losses, named))
+        line = f"step {step}: {_explain(everyone, norm)}"
         if not self.nonfinite.skips:
+            bad = (rank for rank, (losses, _) in enumerate(everyone) if not all(map(math.isfinite, losses)))
             raise TrainingError(
                 line,
+                rank=next(bad, None),
                 fix="resume without such steps (--on_nonfinite skip --resume auto), or start anew with these rows "
                 "fixed or a lower learning rate",
             )

@@ -144,8 +144,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
-        "if floor.index_of[self] >= floor.lowest:",
-        "if floor.index_of[self] > floor.lowest:",
+        "if floor.index_of.get(self, len(floor.index_of)) >= floor.lowest:",
+        "if floor.index_of.get(self, len(floor.index_of)) > floor.lowest:",
         "the lowest layer with an adapter gets no gradient",
     ),
     "head not quantized": Mutant(

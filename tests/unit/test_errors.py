@@ -25,8 +25,9 @@ def test_the_sentence_says_every_field_once(error, sentence):
 
 
 def test_fields_survive_the_way_between_ranks():
-    """Catches an error of another rank that arrives as a bare sentence."""
+    """Catches an error of another rank that arrives as a bare sentence, or not at all."""
     error = pickle.loads(pickle.dumps(ConfigError("twice", option="seed", where="run.yaml", found=0)))
+    assert "lambda" in pickle.loads(pickle.dumps(ConfigError(found=lambda: 0))).found
 
     assert error.to_json() == {
         "type": "ConfigError", "problem": "twice", "option": "seed", "found": "0", "where": "run.yaml"

@@ -40,7 +40,7 @@ def find_disk(facts: Facts) -> Iterator[Alert]:
         who = event["rank"]
         if event["kind"] == "disk_accepted":
             refused.pop(("files", who), None)
-        elif event["kind"] == "disk_refused":
+        elif event["kind"] in ("disk_refused", "end_not_written"):
             refused["files", who] = event
         elif event["kind"] == "checkpoint_saved":
             refused.pop(("checkpoint", who), None)

@@ -123,6 +123,9 @@ def _list_steps(steps: list[int]) -> str:
 def find_restarts(facts: Facts) -> Iterator[Alert]:
     """Say why ranks were started again."""
     for restart in facts.state.status.get("restarts", ()):
+        if not isinstance(restart, dict):  # a sentence, of an earlier version
+            yield Alert("restart", "warning", None, None, f"the ranks were started again ({show_safely(str(restart))})")
+            continue
         failure = restart["failure"]
         where = "" if failure["rank"] is None else f"; the log of rank {failure['rank']} has more"
         count = f"{restart['number']} of {restart['max_restarts']}"

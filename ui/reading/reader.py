@@ -191,7 +191,8 @@ class RunReader:
     def _read_events(self) -> list[dict[str, Any]]:
         def take(batch: list[dict[str, Any]]) -> None:
             for event in (one for one in batch if {"time", "kind", "rank"} <= one.keys()):
-                self._events = add_event(self._events, event)[-_MOST_EVENTS:]
+                add_event(self._events, event)
+            del self._events[:-_MOST_EVENTS]
 
         self._event_lines.follow(self._events.clear, take)
         return list(self._events)

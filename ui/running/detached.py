@@ -18,6 +18,7 @@ from typing import Any
 
 # Variables of the server, of a launcher around it, or of a run's own processes, which a command must not inherit.
 _OTHERS_PREFIXES = ("GRADIO_", "TORCHELASTIC_", "ACCELERATE_")
+PROGRESS_FILE_VARIABLE = "LORASHARD_PROGRESS_FILE"  # of lorashard.runtime.progress, which needs tqdm
 _OTHERS_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -26,9 +27,8 @@ _OTHERS_VARIABLES = (
     "LORASHARD_RESULT_FILE",
     "LORASHARD_RESTARTS",
     "LORASHARD_TERMINAL_FD",
-    "LORASHARD_PROGRESS_FILE",
+    PROGRESS_FILE_VARIABLE,
 )
-PROGRESS_FILE_VARIABLE = "LORASHARD_PROGRESS_FILE"  # of lorashard.runtime.progress, which needs tqdm
 _COULD_NOT_START = 127  # a shell's
 START_S = 30.0  # a start may take so long
 

@@ -112,11 +112,10 @@ def _check_files(name: str) -> list[Check]:
         faults.append(f"keys that plain PEFT does not know, expected base_model.model. first: {shorten(foreign)}")
     if not_finite:
         faults.append(f"NaN or infinity in {shorten(not_finite)}")
-    if faults:
-        return [Check.failed("files", "; ".join(faults), num_tensors=len(tensors))]
     kind = config.peft_type.value if config.peft_type else "unknown"
     found = f"{CONFIG_NAME} and {ADAPTER_NAME}: a {kind} adapter of {len(tensors)} finite tensors"
-    checks = [Check.passed("files", found, num_tensors=len(tensors))]
+    judge = Check.failed if faults else Check.passed
+    checks = [judge("files", "; ".join(faults) or found, num_tensors=len(tensors))]
     if lora_b := find_lora_b(tensors):
         dead = [key for key, tensor in lora_b.items() if not tensor.any()]
         found = f"lora_B is zero in {len(dead) or 'none'} of {len(lora_b)} adapted layers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from lorashard.errors import ConfigError, RunStopped, TrainingError
-from lorashard.runtime.failures import explain_failures, record_failure
+from lorashard.runtime.failures import Failure, explain_failures, find_cause, record_failure
 from lorashard.runtime.worker import find_log
 
 
@@ -113,3 +114,39 @@ def test_only_what_may_not_happen_again_is_a_crash(tmp_path: Path, monkeypatch: 
     assert [name for name, failure in failures.items() if failure.is_crash] == list(found)[:4]
     assert [name for name, failure in failures.items() if failure.is_stop] == list(found)[6:]
     assert [failure.exit_code for failure in failures.values()] == [1, 1, 1, 1, 2, 1, 75, 75]
+
+
+def raised_from(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (raised_from(ConfigError("damaged"), ValueError("no JSON")), "mistake"),
+        (raised_from(ConfigError("a disk refuses"), OSError(errno.ENOSPC, "full")), "disk"),
+        (raised_from(ConfigError("too large"), MemoryError()), "memory"),
+        (RunStopped("nothing is lost", signal="SIGTERM"), "stop"),
+        (TrainingError("a loss is NaN"), "nonfinite"),
+        (ValueError("boom"), "crash"),
+    ],
+)
+def test_the_cause_is_that_of_the_error_and_of_what_it_came_from(error: BaseException, cause: str) -> None:
+    """Catches a mistake that is called a crash since a library raised first, and a full disk called a mistake."""
+    assert find_cause(error) == cause
+    assert (Failure.of_error(error).exit_code == 2) == (cause == "mistake")
+
+
+@pytest.mark.parametrize(("error", "rank"), [(TrainingError("NaN", rank=1), 1), (ConfigError("no such file"), None)])
+def test_what_all_ranks_have_found_blames_the_rank_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, rank: int | None
+) -> None:
+    """Catches the blame for whoever was the first to write down what all ranks raise alike."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    failures = {}
+    for number in range(2):
+        record_failure(error, 1, is_plain=True)
+        failures[number] = make_failure(1)
+        failures[number].error_file_data = json.loads((tmp_path / "error.json").read_text())
+    assert explain_failures(failures, tmp_path).rank == rank

@@ -150,6 +150,9 @@ def test_restarts_are_told_with_their_reasons(tmp_path):
     status.end("done")
     assert [(alert.kind, alert.rank) for alert in find(tmp_path)] == [("restart", 2), ("restart", 0)]
     assert all(word in find(tmp_path)[0].sentence for word in ("1 of 3", "SIGSEGV", "rank 2"))
+    said = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(said | {"restarts": ["1 of 3: boom"]}))  # of an earlier version
+    assert "boom" in find(tmp_path)[0].sentence
 
 
 def test_a_stall_is_told_with_the_rank_that_is_behind(tmp_path):

@@ -188,7 +188,7 @@ def test_what_cannot_run_is_said_and_leaves_nothing(root, monkeypatch):
         make_yaml(lora_ranks=8): "lora_ranks",
         make_yaml(max_steps="many"): "max_steps",
         "model_name_or_path: [": "asked.yaml",
-        "dataset: d.jsonl": "no model_name_or_path",
+        "dataset: d.jsonl": "model_name_or_path",
     }.items():
         with pytest.raises(ConfigError, match=said) as refusal:
             start_run(root, "new", config)
