@@ -194,9 +194,10 @@ def _apply(
     for dtype in dtypes:
         cast = function(torch.empty(0, dtype=dtype)).dtype
         if cast != dtype:
+            calls = {torch.float16: "half", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
+            asked = f"{calls[cast]}() or to(torch.{_name(cast)})" if cast in calls else f"to(torch.{_name(cast)})"
             raise ShardError(
-                f"casting to {_name(cast)} would cast the base, which is {' and '.join(sorted(map(_name, dtypes)))} "
-                "and read-only",
+                f"{asked} would cast the base, which is {' and '.join(sorted(map(_name, dtypes)))} and read-only",
                 fix=f"give dtype=torch.{_name(cast)} to lorashard.load, or cast the model before lorashard.shard; the "
                 "adapter's own parameters may be cast one by one",
             )
