@@ -109,11 +109,11 @@ def test_a_call_on_the_whole_model_is_named_when_it_is_refused(placement):
         "copy.copy": lambda module: copy.copy(module),
         "pickle": lambda module: pickle.dumps(module),
         "torch.save": lambda module: torch.save(module, io.BytesIO()),
-        "casting to float16": lambda module: module.half(),
-        "casting to bfloat16": lambda module: module.bfloat16(),
-        "casting to float64": lambda module: module.double(),
-        "casting to float16 ": lambda module: module.to("cpu", torch.float16),
-        " to float16": lambda module: module.type(torch.float16),
+        "half()": lambda module: module.half(),
+        "bfloat16()": lambda module: module.bfloat16(),
+        "double()": lambda module: module.double(),
+        "to(torch.float16)": lambda module: module.to("cpu", torch.float16),
+        "float16)": lambda module: module.type(torch.float16),
         "resize_token_embeddings": lambda module: module.resize_token_embeddings(1000),
     }
     for module in (model, model.get_base_model()):
