@@ -34,7 +34,10 @@ def hold(module):
     train = module.CheckpointingTrainer.training_step
     def training_step(self, *args, **kwargs):
         step = self.state.global_step + 1
-        while step in HOLDS and not os.path.exists(os.path.join(os.path.dirname(__file__), f"go_{step}")):
+        folder = os.path.dirname(__file__)
+        if step in HOLDS:
+            open(os.path.join(folder, f"held_{step}_{os.environ['RANK']}"), "w").close()
+        while step in HOLDS and not os.path.exists(os.path.join(folder, f"go_{step}")):
             time.sleep(0.02)
         return train(self, *args, **kwargs)
     module.CheckpointingTrainer.training_step = training_step
@@ -93,6 +96,10 @@ class Started:
     def go(self, step: int) -> None:
         (self._site / f"go_{step}").touch()
 
+    def wait_until_held(self, step: int) -> None:
+        """Wait until both ranks stand before a step, and so write nothing."""
+        self.wait_for(lambda: all((self._site / f"held_{step}_{rank}").exists() for rank in range(2)))
+
     def wait_for(self, is_true: Callable[[], bool]) -> None:
         begin_s = time.monotonic()
         while not is_true():
@@ -124,6 +131,7 @@ def test_a_run_outlives_a_full_disk(task, disk, tmp_path):
         training.wait_for(lambda: (out / "checkpoint-10").exists())
         with filled(disk, out / "logs" / "rank_0.log"):
             training.go(11)
+            training.wait_until_held(41)
             training.wait_for(lambda: "checkpoint-40" in training.said["stderr"])
             assert len(steps_in(out / "metrics.jsonl")) < 40
             assert json.loads((out / "status.json").read_text())["step"] < 40

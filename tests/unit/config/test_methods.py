@@ -94,7 +94,7 @@ def test_arguments_are_checked_for_the_ranks_that_will_run(num_ranks, is_right):
     if is_right:
         assert build_arguments(config, True, num_ranks).generation_batch_size == 8
         return
-    with pytest.raises(ConfigError, match="GRPOConfig .*generation_batch_size"):
+    with pytest.raises(ConfigError, match="GRPOConfig: .*generation_batch_size"):
         build_arguments(config, True, num_ranks)
 
 
@@ -220,7 +220,7 @@ def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):
     )
     assert (model, own([]), think) == ("org/reward", [0.0], trl.rewards.think_format_reward) and callable(overlong)
     for name, message in {
-        "mine": "accuracy_reward, .*my_rewards.is_right; found 'mine'",
+        "mine": "accuracy_reward, .*my_rewards.is_right, found 'mine'",
         "rewards_here.yours": "'yours' in 'rewards_here', found nothing",
         "rewards_here.thing": "'thing' in 'rewards_here', found int",
         "rewards_broken.mine": "'rewards_broken' .*'nothing_like_it'",
