@@ -433,9 +433,10 @@ def _refuse_unknown(option: GivenOption, known: Mapping[str, Option], method: Me
 def _check_saves(trainer: Mapping[str, Any]) -> None:
     """Refuse options with which an evaluated adapter has no checkpoint, as transformers does later, in each rank."""
     saves, evaluates = trainer["save_strategy"], trainer["eval_strategy"]
+    needed = "load_best_model_at_end needs a checkpoint of each evaluation"
     if saves not in ("best", evaluates):
         raise ConfigError(
-            "load_best_model_at_end needs a checkpoint of each evaluation",
+            needed,
             option="save_strategy",
             expected=f"{evaluates}, as eval_strategy, or best",
             found=saves,
@@ -443,9 +444,5 @@ def _check_saves(trainer: Mapping[str, Any]) -> None:
     save_steps = trainer.get("save_steps", _SAVE_STEPS)
     eval_steps = trainer.get("eval_steps") or trainer["logging_steps"]
     if saves == "steps" and min(save_steps, eval_steps) >= 1 and save_steps % eval_steps:
-        raise ConfigError(
-            "load_best_model_at_end needs a checkpoint of each evaluation",
-            option="save_steps",
-            expected=f"a multiple of eval_steps, {eval_steps}",
-            found=save_steps,
-        )
+        expected = f"a multiple of eval_steps, {eval_steps}"
+        raise ConfigError(needed, option="save_steps", expected=expected, found=save_steps)

@@ -56,8 +56,8 @@ def validate(config: RunConfig) -> Iterator[str]:
 
 
 def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) -> None:
+    from ..training.arguments import build_arguments
     from ..training.rewards import load_rewards
-    from ..training.train import build_arguments
 
     build_arguments(config, device_type == "cpu", num_ranks)
     if config.trl_method.generates:

@@ -20,8 +20,9 @@ from lorashard.data.prepare import prepare
 from lorashard.data.tokenizer import load_tokenizer
 from lorashard.runs.events import describe_event
 from lorashard.runtime.signals import StopRequest
+from lorashard.training.arguments import build_arguments
 from lorashard.training.nonfinite import NonfiniteRule
-from lorashard.training.train import build_arguments, build_trainer
+from lorashard.training.train import build_trainer
 from lorashard.training.trainer import RunHooks
 
 WORDS = [f"w{number}" for number in range(60)]

@@ -21,8 +21,8 @@ from lorashard.config.options import read_trainer_options
 from lorashard.config.run_config import RunConfig, read_known_options
 from lorashard.data.prepare import prepare
 from lorashard.errors import ConfigError, DataError
+from lorashard.training.arguments import build_arguments
 from lorashard.training.rewards import load_rewards
-from lorashard.training.train import build_arguments
 
 OTHERS = [name for name in METHODS if name != "sft"]
 BASE = ROOT / "examples/demo/base"

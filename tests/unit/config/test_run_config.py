@@ -392,7 +392,7 @@ def test_annotations_of_every_style_are_understood(annotation: str, kinds: set[s
 )
 def test_what_needs_a_gpu_is_refused_without_one(option):
     """Catches a crash inside torch's pinned allocator or a kernel, after the model has been loaded."""
-    from lorashard.training.train import build_arguments
+    from lorashard.training.arguments import build_arguments
 
     config = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", **option)
     with pytest.raises(ConfigError, match=rf"{next(iter(option))}.*GPU"):
