@@ -63,8 +63,8 @@ class Queues:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
         return (
-            f"the system refused to pin {memory.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the limit on "
-            f"locked memory, `ulimit -l`, is {words})"
+            f"the system refused to pin {memory.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the "
+            f"limit on locked memory, `ulimit -l`, is {words})"
         )
 
     def unpin(self, memory: torch.Tensor) -> None:
