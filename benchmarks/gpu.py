@@ -34,9 +34,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,10 @@ def measure(args: argparse.Namespace, rows: list[Row], record: Record) -> list[R
         hardware = Hardware(**prepared.pop("speeds"))
         record.about["link"] = prepared
 
+        @cache
+        def plan(quantization: str) -> Future[dict[str, Any]]:
+            return beside.submit(plan_contenders, quantization, shape, hardware)  # seconds of a core, not of the GPU
+
         def measure_row(row: Row, most_s: float) -> dict[str, Any]:
             name = row.name
             print(f"{name} ...", file=sys.stderr)
@@ -191,12 +195,10 @@ def measure(args: argparse.Namespace, rows: list[Row], record: Record) -> list[R
                 return run(name, 2 if name == "two_gloo_ranks" else 1, most_s, shape=small, folder=bases[small])
             if name == UNPACKING:
                 return run(UNPACKING, 0, most_s, shape=args.shape)
-            # The plan takes seconds of a core, while the row takes the GPU's.
-            is_own = name in PLACEMENTS | QUANTIZED
-            planned = beside.submit(plan_contender, name, shape, hardware) if is_own else None
+            planned = plan(name.partition("_")[2]) if name in PLACEMENTS | QUANTIZED else None
             job = {"name": name, "shape": args.shape, "folder": bases[args.shape]}
             found = run("contender", int(WAYS[name].needs_ranks), most_s, **job)
-            return add_predictions(found, planned.result) if planned else found
+            return add_predictions(found, lambda: planned.result().get(name, {})) if planned else found
 
         def measure_run(name: str, most_s: float) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as own:
@@ -229,12 +231,15 @@ class Bf16Model(BaseModel):
         return model
 
 
-def plan_contender(name: str, shape: Shape, hardware: Hardware) -> dict[str, dict[str, Any]]:
-    """Return what the plan foresees of a contender for each batch, by the batch's tokens."""
-    placement, _, quantization = name.partition("_")
+def plan_contenders(quantization: str, shape: Shape, hardware: Hardware) -> dict[str, dict[str, Any]]:
+    """Return what the plan foresees of each placement of a base, by the contender's name and the batch's tokens.
+
+    Args:
+        quantization: of the base; empty for none.
+    """
     cluster = Cluster(hardware, 1, 1, free_bytes=2**50)  # what does not fit is measured all the same
-    options = PlacementOptions(placement=placement, resident_layers="auto" if placement == "replicate" else 0)
-    found = {}
+    suffix = f"_{quantization}" if quantization else ""
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         shape.make_config().save_pretrained(folder)
         base = Bf16Model(folder, make_lora(), quantization=read_quantization(quantization or None))
@@ -242,10 +247,11 @@ def plan_contender(name: str, shape: Shape, hardware: Hardware) -> dict[str, dic
             microbatch = Microbatch(
                 rows, tokens, hardware.device_type, loss="model", is_autocast=False, checkpointing=CHECKPOINTING
             )
-            row = plan_training(base, Training(microbatch, optimizer="sgd"), cluster, options).choice
-            # The plan has the adapter and its gradients; AdamW adds two states in the adapter's dtype.
-            peak_bytes = row.peak_bytes + row.adapter_bytes
-            found[str(rows * tokens)] = {"peak_bytes": peak_bytes, "tokens_per_s": row.tokens_per_s}
+            training = Training(microbatch, optimizer="sgd")
+            for row in plan_training(base, training, cluster, PlacementOptions(resident_layers=0)).rows:
+                # The plan has the adapter and its gradients; AdamW adds two states in the adapter's dtype.
+                predicted = {"peak_bytes": row.peak_bytes + row.adapter_bytes, "tokens_per_s": row.tokens_per_s}
+                found.setdefault(row.placement.placement + suffix, {})[str(rows * tokens)] = predicted
     return found
 
 
@@ -256,7 +262,8 @@ def add_predictions(found: dict[str, Any], plan: Callable[[], dict[str, dict[str
     except Exception as error:
         return found | {"unplanned": describe(error)}
     for tokens, batch in found.get("batches", {}).items():
-        batch |= {"predicted": planned[tokens]} if "step_s" in batch else {}
+        if "step_s" in batch and tokens in planned:
+            batch["predicted"] = planned[tokens]
     return found
 
 

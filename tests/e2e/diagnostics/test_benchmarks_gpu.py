@@ -86,7 +86,7 @@ def test_everything_runs_and_contenders_compute_alike(run, tmp_path):
     # On a CPU the losses of all steps are equal, so all updates were; the base has to be the same one for that too.
     assert record["bars"]["loss difference from plain PEFT"] == {"found": 0, "at_most": 0.01, "is_met": True}
     assert all(batch["largest_loss_difference"] == 0 for batch in host["batches"].values())
-    assert all(batch["predicted"]["tokens_per_s"] > 0 for batch in host["batches"].values())
+    assert all(batch["predicted"]["tokens_per_s"] > 0 for batch in rows["file"]["batches"].values())
     assert record["bars"]["host's use of the link, 16 tokens"]["is_met"] is None
     quantized = rows["host_nf4"]["batches"]["16"]
     assert 0 < quantized["copied_bytes_per_step"] < host["batches"]["16"]["copied_bytes_per_step"]
@@ -109,8 +109,8 @@ def test_the_planned_peak_is_that_of_the_contender(gpu, tmp_path):
 
     shape, device = gpu.SHAPES["tiny"], torch.device("cpu")
     gpu_jobs.write_base(shape.make_config(), tmp_path, device)
+    planned = gpu.plan_contenders("", shape, make_hardware("cpu"))
     for name in ("replicate", "file"):
-        planned = gpu.plan_contender(name, shape, make_hardware("cpu"))
         contender = gpu_jobs.WAYS[name].build(str(tmp_path), shape, device)
         # The base rests in the files, or in memory.
         resting = [p for p in contender.model.parameters() if p.requires_grad or name == "replicate"]
@@ -120,17 +120,18 @@ def test_the_planned_peak_is_that_of_the_contender(gpu, tmp_path):
             peak_bytes = measure_peak(partial(contender.step, batch))
             states = [value for state in contender.optimizer.state.values() for value in state.values()]
             found_bytes = peak_bytes + sum(tensor.nbytes for tensor in resting + states)
-            assert planned[str(rows * tokens)]["peak_bytes"] == pytest.approx(found_bytes, rel=gpu.PLAN_TOLERANCE)
+            assert planned[name][str(rows * tokens)]["peak_bytes"] == pytest.approx(found_bytes, rel=gpu.PLAN_TOLERANCE)
 
 
 @pytest.mark.slow
 def test_every_placement_and_batch_is_planned_on_a_gpu(gpu):
     """Catches a bar that passes because nothing was predicted; a placement changes only the base's bytes."""
     planned = {}
-    for name in gpu.PLACEMENTS | gpu.QUANTIZED:
-        rows = gpu.plan_contender(name, gpu.SHAPES["tiny"], make_hardware("cuda"))
-        assert rows.keys() == {"16", "128", "32"} and all(row["tokens_per_s"] > 0 for row in rows.values())
-        planned[name] = {tokens: row["peak_bytes"] for tokens, row in rows.items()}
+    for quantization in ("", "nf4", "int8"):
+        for name, rows in gpu.plan_contenders(quantization, gpu.SHAPES["tiny"], make_hardware("cuda")).items():
+            assert rows.keys() == {"16", "128", "32"} and all(row["tokens_per_s"] > 0 for row in rows.values())
+            planned[name] = {tokens: row["peak_bytes"] for tokens, row in rows.items()}
+    assert planned.keys() >= (gpu.PLACEMENTS | gpu.QUANTIZED).keys()
     assert planned["host"] == planned["file"]
     assert all(planned["host"][tokens] < planned["replicate"][tokens] for tokens in planned["host"])
     assert all(planned["replicate_nf4"][tokens] < planned["replicate"][tokens] for tokens in planned["host"])
@@ -171,14 +172,15 @@ def test_bars_and_failures_are_recorded(gpu, monkeypatch, tmp_path, capsys):
         found = reports.get(job.get("name", job["what"]))
         return gpu.Outcome([found], None if found else "took longer than 60 s")
 
-    def plan(name, shape, hardware):
-        if name not in gpu.PLACEMENTS:
+    def plan(quantization, shape, hardware):
+        if quantization:
             raise ValueError("no plan")
         assert hardware == make_hardware("cuda")
-        return {"512": {"peak_bytes": 2**34}, "16384": {"peak_bytes": 1.05 * 2**34, "tokens_per_s": 1.0}}
+        predicted = {"512": {"peak_bytes": 2**34}, "16384": {"peak_bytes": 1.05 * 2**34, "tokens_per_s": 1.0}}
+        return dict.fromkeys(gpu.PLACEMENTS, predicted)
 
     monkeypatch.setattr(gpu, "try_launch", launch)
-    monkeypatch.setattr(gpu, "plan_contender", plan)
+    monkeypatch.setattr(gpu, "plan_contenders", plan)
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "60", "--out", str(tmp_path / "record.json")])
     gpu.main()
