@@ -32,7 +32,7 @@ def log_collectives(rank: int) -> list[_Started]:
     some = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1, 2, 4]}  # nothing trains below them
     for options in ({}, some):
         model = lorashard.shard(build_model(**options))
-        parallel = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        parallel = DistributedDataParallel(model, bucket_cap_mb=0.002)
         parallel.register_comm_hook(dist.group.WORLD, log_all_reduce)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         for step in range(3):
