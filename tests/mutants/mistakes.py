@@ -318,7 +318,7 @@ MUTANTS: dict[str, Mutant] = {
         "self.slice((end - size) * row_numel, end * row_numel)",
         "self.slice(0, size * row_numel)",
         "what a fused tensor is split into begins with the same rows",
-        ("tests/unit/weights/test_weights.py", "-k", "conversion"),
+        ("tests/unit/weights/test_weight_conversions.py", "-k", "conversion"),
     ),
     "values for scales": Mutant(
         "lorashard/model/sources.py",
