@@ -39,6 +39,7 @@ from transformers import LlamaForCausalLM
 import lorashard
 from lorashard.engine import Stats
 from lorashard.engine.copies import allocate_host
+from lorashard.engine.queues import Queues
 from lorashard.engine.streams import SideStream
 from lorashard.quantization.format import make_quantizer
 from lorashard.quantization.quantized_weight import QuantizedWeight
@@ -156,7 +157,7 @@ def prepare(job: dict[str, Any], found: dict[str, Any], save: Callable[[], None]
     found["host_to_device_bytes_per_s"] = found["device_bytes"] = found["is_pinning_allowed"] = None
     if device.type == "cuda":
         found["device_bytes"] = torch.cuda.get_device_properties(device).total_memory
-        source = allocate_host(found["buffer_bytes"], device)[0]
+        source = allocate_host(found["buffer_bytes"], Queues.of(device))[0]
         found["is_pinning_allowed"] = source.is_pinned()
         if not source.is_pinned():
             source = torch.empty(found["buffer_bytes"], dtype=torch.uint8, pin_memory=True)

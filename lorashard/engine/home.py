@@ -142,9 +142,7 @@ class FileHome:
     device_bytes = 0
     host_bytes = 0
 
-    def __init__(
-        self, layout: Layout, pieces: Sequence[Sequence[torch.Tensor]], device: torch.device, copies: HostCopies
-    ) -> None:
+    def __init__(self, layout: Layout, pieces: Sequence[Sequence[torch.Tensor]], copies: HostCopies) -> None:
         """Make a home of mapped bytes.
 
         Args:
@@ -154,13 +152,12 @@ class FileHome:
         """
         self.layout = layout
         self._pieces = pieces
-        self._device = device
         self._copies = copies
         self.num_copies = 0
         self.copied_bytes = 0
 
     def views(self) -> list[torch.Tensor] | None:
-        if self._device.type != "cpu":
+        if self._copies.are_needed:
             return None
         fields = zip(self.layout.fields, self._pieces, strict=True)
         return [piece.view(field.dtype).view(field.shape) for field, (piece,) in fields]

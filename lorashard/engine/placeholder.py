@@ -69,7 +69,9 @@ class FrozenWeight(torch.Tensor):
         if to.get("dtype") not in (None, self.dtype):
             return False
         device = to.get("device") or self.device  # "cpu:0" is the CPU too
-        return device.type == self.device.type and (device.type == "cpu" or device.index in (None, self.device.index))
+        return device.type == self.device.type and (
+            None in (device.index, self.device.index) or device.index == self.device.index
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
