@@ -27,8 +27,8 @@ class Queues:
         return cls(device) if device.type == "cuda" else None
 
     def make(self) -> torch.cuda.Stream:
-        """Return a new queue."""
-        return torch.cuda.Stream(self._device)
+        """Return a new queue, whose work goes before what waits in the computation's."""
+        return torch.cuda.Stream(self._device, priority=-1)
 
     @contextlib.contextmanager
     def on(self, queue: torch.cuda.Stream) -> Iterator[None]:
@@ -63,8 +63,8 @@ class Queues:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
         return (
-            f"the system refused to pin {memory.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the limit on "
-            f"locked memory, `ulimit -l`, is {words})"
+            f"the system refused to pin {memory.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the "
+            f"limit on locked memory, `ulimit -l`, is {words})"
         )
 
     def unpin(self, memory: torch.Tensor) -> None:
