@@ -113,6 +113,14 @@ class HostCopies:
         assert self._ring is not None
         return self._ring.start(pairs)
 
+    def finish(self) -> None:
+        """Hold up the host until every copy that the current stream has waited for is done: memory may be written.
+
+        Ranks: local.
+        """
+        if self._queues is not None:
+            self._queues.record().synchronize()
+
 
 @dataclass(frozen=True)
 class _Copies:

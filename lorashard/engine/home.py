@@ -130,6 +130,10 @@ class HostHome(_ShardHome):
         copied.wait()  # on the side stream: the gather must not send what is not there yet
         return self._group.all_gather(unsharded, own_part)
 
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        self._copies.finish()  # the host is ahead of the device, which may still have to read the shard
+        super().write(field, data)
+
 
 class FileHome:
     """No memory of its own: the unit's bytes are in files, whose pages in memory all ranks of a node share.
