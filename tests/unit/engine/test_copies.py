@@ -232,3 +232,10 @@ def test_a_child_is_not_given_pinned_shards(monkeypatch):
     pageable, _ = allocate_host(2**20, None)
     assert {"dc", "hg"} <= find_flags(pinned.data_ptr())  # "do not copy on fork", and huge pages
     assert "dc" not in find_flags(pageable.data_ptr())
+
+
+def test_a_queue_goes_before_the_computation(monkeypatch):
+    """Catches copies and gathers that wait behind matrix products which were given to the device before."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: (args, options))
+    assert Queues(device).make() == ((device,), {"priority": -1})
