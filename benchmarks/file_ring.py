@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=2 * 2**30, help="of the file")
     parser.add_argument("--rounds", type=int, default=20, help="runs of each way, warm; a quarter of them cold")
     parser.add_argument("--folder", type=Path, help="where the file is written")
-    run_command(parser.parse_args(), "file_ring-cpu", measure, make_table, lambda job: None)
+    run_command(parser.parse_args(), f"file_ring-cpu-{os.cpu_count()}", measure, make_table, lambda job: None)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
