@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # For tests alone, 190 MB, and in a folder of its own: what can import Triton chooses other code. Torch's CUDA build
 # brings its own version, which constraints.txt leaves to it.
 TRITON := triton==3.7.1
-TRITON_STAMP := .venv/triton/.$(TRITON)
+TRITON_STAMP := .venv/triton/.installed-$(subst triton==,,$(TRITON))
 
 .PHONY: help setup demo test screenshots check bench clean
 

@@ -15,13 +15,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "deepspeed", "lorashard")
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "safetensors", "triton", "bitsandbytes", "deepspeed")
+PACKAGES += ("lorashard",)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -141,13 +145,10 @@ def try_launch(script: Path, job: dict[str, Any], world_size: int, device: str, 
     command = [sys.executable]
     if world_size:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(count_threads(num_processes)), "PYTHONWARNINGS": "ignore"}
-    if device == "cpu":
-        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
-        error = _run([*command, str(script), "--job", str(path)], environment, timeout_s)
+        error = run_process([*command, str(script), "--job", str(path)], num_processes, device, timeout_s)
         files = [path.with_name(f"rank_{rank}.json") for rank in range(num_processes)]
         reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
     if error is None and None in reports:
@@ -155,8 +156,16 @@ def try_launch(script: Path, job: dict[str, Any], world_size: int, device: str, 
     return Outcome(reports, error)
 
 
-def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> str | None:
-    """Run `command` and return what went wrong, in a line, or None."""
+def run_process(
+    command: list[str], num_processes: int, device: str, timeout_s: float, grace_s: float = 10
+) -> str | None:
+    """Run `command`, which computes in `num_processes`, and return what went wrong, in a line, or None.
+
+    What outlives `timeout_s` is asked to end, so that a launcher ends its ranks, and killed `grace_s` later.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(count_threads(num_processes)), "PYTHONWARNINGS": "ignore"}
+    if device == "cpu":
+        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(command, env=environment)
     try:
         code = process.wait(timeout_s)
@@ -164,9 +173,22 @@ def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> s
         return f"took longer than {timeout_s:.0f} s"
     finally:
         if process.poll() is None:
-            process.terminate()  # never kill: torchrun would leave its ranks behind
-            process.wait()
+            _end(process, grace_s)
     return f"ended with exit code {code}" if code else None
+
+
+def _end(process: subprocess.Popen, grace_s: float) -> None:
+    root = psutil.Process(process.pid)
+    started = {root, *root.children(recursive=True)}
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    with suppress(psutil.NoSuchProcess):
+        started.update(root.children(recursive=True))
+    for one in started:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def count_threads(world_size: int) -> int:
@@ -239,9 +261,11 @@ def _list_gpus() -> list[str]:
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write `record` where the README's tables are generated from."""
+    """Write `record` where the README's tables are generated from; whoever reads meanwhile finds the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    written = path.with_suffix(".partial")
+    written.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    written.replace(path)
     print(f"wrote {path}", file=sys.stderr)
 
 

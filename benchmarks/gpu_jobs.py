@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from contenders import (
     start_ranks,
     synchronize,
 )
+from gpu_finetune import WARMUP_STEPS, measure_trl
 from peft import LoraConfig, PeftModel, get_peft_model
 from random_base import LORA_R, SHAPES, WEIGHTS_STD, Shape, write_base
 from torch.nn.parallel import DistributedDataParallel
@@ -39,13 +41,14 @@ from transformers import LlamaForCausalLM
 import lorashard
 from lorashard.engine import Stats
 from lorashard.engine.copies import allocate_host
+from lorashard.engine.queues import Queues
 from lorashard.engine.streams import SideStream
+from lorashard.planning.probe import probe
 from lorashard.quantization.format import make_quantizer
 from lorashard.quantization.quantized_weight import QuantizedWeight
 from lorashard.runtime.dist import ShardGroup, SharedGroup
 from lorashard.runtime.rank_store import Lookout
 
-WARMUP_STEPS = 2
 PASSES = 2
 CHECKPOINTING = {"use_reentrant": False}
 
@@ -114,7 +117,7 @@ def run_job(job_path: str) -> None:
     """Do what the job says; report what was found, as far as it came."""
     job = json.loads(Path(job_path).read_text())
     jobs = {"prepare": prepare, "contender": measure_contender, "two_gloo_ranks": check_ranks, "nccl_alone": check_nccl}
-    jobs |= {"unpacking": measure_unpacking}
+    jobs |= {"unpacking": measure_unpacking, "trl": measure_trl}
     found: dict[str, Any] = {}
     try:
         jobs[job["what"]](job, found, partial(report, job_path, found))
@@ -148,15 +151,18 @@ def count_allocations(device: torch.device) -> int:
 
 
 def prepare(job: dict[str, Any], found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Write the bases, and measure the link from host memory to the device."""
+    """Write the bases, and measure the link from host memory to the device, and what a plan takes of the machine."""
     device = start_alone(job["device"])
+    begin_s = time.monotonic()
     for shape, folder in job["bases"].items():
         write_base(SHAPES[shape].make_config(), Path(folder), device)
+    found["write_s"] = time.monotonic() - begin_s
+    found["speeds"] = asdict(probe(device, torch.bfloat16))
     found["buffer_bytes"] = SHAPES[job["shape"]].layer_bytes
     found["host_to_device_bytes_per_s"] = found["device_bytes"] = found["is_pinning_allowed"] = None
     if device.type == "cuda":
         found["device_bytes"] = torch.cuda.get_device_properties(device).total_memory
-        source = allocate_host(found["buffer_bytes"], device)[0]
+        source = allocate_host(found["buffer_bytes"], Queues.of(device))[0]
         found["is_pinning_allowed"] = source.is_pinned()
         if not source.is_pinned():
             source = torch.empty(found["buffer_bytes"], dtype=torch.uint8, pin_memory=True)
@@ -255,6 +261,8 @@ def measure_batches(
             after = read_stats()
             waited.append(after.wait_s - before.wait_s)
             copied.append(after.copied_bytes - before.copied_bytes)
+    if not all(map(math.isfinite, losses)):
+        raise ValueError(f"the losses are not finite: {losses}")
     median_s = statistics.median(seconds)
     return {
         "step_s": summarize(seconds) | {"all": seconds},
@@ -320,6 +328,7 @@ def measure_unpacking(job: dict[str, Any], found: dict[str, Any], save: Callable
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.empty(shape.intermediate, shape.hidden, dtype=torch.bfloat16, device=device)
     weight.normal_(0, WEIGHTS_STD, generator=generator)
+    found["formats"] = measured = {}
     formats = {
         "nf4": lorashard.Quantization("nf4"),
         "nf4, torch": lorashard.Quantization("nf4"),
@@ -344,11 +353,11 @@ def measure_unpacking(job: dict[str, Any], found: dict[str, Any], save: Callable
                 unpack(parts, out)
                 watch.mark()
         seconds = watch.read()[3:]
-        found[name] = {"unpack_s": summarize(seconds), "bytes_per_s": out.nbytes / statistics.median(seconds)}
+        measured[name] = {"unpack_s": summarize(seconds), "bytes_per_s": out.nbytes / statistics.median(seconds)}
         if name == "nf4":
             expected = out
         elif name == "nf4, torch":
-            found[name]["is_equal"] = expected is not None and torch.equal(out, expected)
+            measured[name]["is_equal"] = expected is not None and torch.equal(out, expected)
         save()
 
 

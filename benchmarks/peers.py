@@ -52,7 +52,10 @@ from contenders import (
     synchronize,
 )
 
+from lorashard.runtime.dist import ShardGroup
+
 WARMUP_STEPS = 2
+FLOOR_ROUNDS = 8
 MEMORY_STEPS = 2
 # How far a peer's gradients may be from DDP's, in norm: FSDP2's were equal, ZeRO-3's 1.5 % off after 12 layers (bf16;
 # the difference begins in the last layer and grows with depth; a sum in another order would do that, but the cause was
@@ -140,6 +143,8 @@ def summarize_mode(
         }
     contenders["lorashard"]["engine"] = timed[0]["engine"]
     contenders["lorashard"]["predicted"] = predict_bytes(size, len(timed))
+    if "floor" in timed[0]:
+        contenders["lorashard"]["floor"] = largest([rank["floor"] for rank in timed])
     return {"activation_checkpointing": activation_checkpointing, "contenders": contenders}
 
 
@@ -183,6 +188,8 @@ def make_table(record: dict[str, Any]) -> str:
             rows.append([contender.title, *cells])
         parts.append(f"{'With' if mode['activation_checkpointing'] else 'Without'} activation checkpointing:")
         parts.append(format_table(header, rows))
+        if "floor" in mode["contenders"]["lorashard"]:
+            parts.append(describe_floor(mode["contenders"]))
     machine = ", ".join(hardware["gpus"]) if is_cuda else f"{hardware['cores']} cores of {hardware['cpu']}"
     if config.get("instructions"):
         machine += f" held to {' '.join(f'{name}={value}' for name, value in config['instructions'].items())}"
@@ -194,6 +201,19 @@ def make_table(record: dict[str, Any]) -> str:
         "turn; the peak memory of the largest rank."
     )
     return "\n\n".join(parts)
+
+
+def describe_floor(contenders: dict[str, Any]) -> str:
+    """Return what lorashard's step takes of the processor beyond DDP's, and what its gathers alone take."""
+    own, floor = contenders["lorashard"], contenders["lorashard"]["floor"]
+    ddp_s = contenders["ddp"]["processor_s"]["median"]
+    beyond_s = own["processor_s"]["median"] - ddp_s
+    return (
+        f"lorashard's step takes {beyond_s:.2f} s more of each processor than DDP's {ddp_s:.2f} s. Its "
+        f"{own['engine']['gathers_per_step']:.0f} gathers ({own['engine']['gathered_bytes_per_step'] / 1e6:,.0f} MB) "
+        f"alone take {floor['gathers_processor_s']:.2f} s over gloo, and {floor['copies_s']:.2f} s as plain copies at "
+        "memory speed."
+    )
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -221,13 +241,38 @@ def measure_time(job: dict[str, Any], size: ModelSize, device: torch.device) -> 
             wall_s, busy_s = time_step(contenders[name], batch, device)
             step_s[name].append(wall_s)
             processor_s[name].append(busy_s)
+    counts = engine.count_per_step(job["steps"])
     return {
         "step_s": step_s,
         "processor_s": processor_s,
         "losses": losses,
         "gradient_errors": errors,
-        "engine": engine.count_per_step(job["steps"]),
+        "engine": counts,
+        **({"floor": measure_floor(counts)} if device.type == "cpu" else {}),
     }
+
+
+def measure_floor(counts: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of a step's gathers without anything else, and of copying as many bytes.
+
+    Ranks: collective.
+    """
+    group = ShardGroup.of_size(dist.get_world_size())
+    num_gathers = round(counts["gathers_per_step"])
+    shard = torch.ones(int(counts["gathered_bytes_per_step"] / num_gathers / group.size), dtype=torch.uint8)
+    rows = torch.empty(group.size, len(shard), dtype=torch.uint8)
+    rounds = []
+    for _ in range(FLOOR_ROUNDS):
+        dist.barrier()
+        begin_s, processor_begin_s = time.perf_counter(), time.process_time()
+        for _ in range(num_gathers):
+            group.all_gather(rows.view(-1), shard).wait()
+        gathered_s, processor_s = time.perf_counter(), time.process_time() - processor_begin_s
+        for _ in range(num_gathers):
+            for row in rows:
+                row.copy_(shard)
+        rounds.append((gathered_s - begin_s, processor_s, time.perf_counter() - gathered_s))
+    return dict(zip(("gathers_s", "gathers_processor_s", "copies_s"), map(min, *rounds), strict=True))
 
 
 def time_step(contender: Contender, batch: Batch, device: torch.device) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Llamas of known shapes with random weights, written as checkpoints."""
+"""Llamas of known shapes with random weights, written as checkpoints, and a tokenizer of made-up words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from contenders import ModelSize
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 LORA_R = 16
 FILE_BYTES = 4 * 2**30
@@ -68,6 +69,7 @@ def write_base(config: LlamaConfig, folder: Path, device: torch.device) -> None:
     if index.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(config.vocab_size, folder)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -89,3 +91,16 @@ def write_base(config: LlamaConfig, folder: Path, device: torch.device) -> None:
     num_bytes = sum(2 * shape.numel() for shape in shapes.values())
     # Last: a folder that has it is complete.
     index.write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}))
+
+
+def name_word(token_id: int) -> str:
+    """Return the word that `write_tokenizer` gives a token."""
+    return f"w{token_id}"
+
+
+def write_tokenizer(vocab_size: int, folder: Path) -> None:
+    """Write a tokenizer that has a word for each token; the last one ends a text, and pads."""
+    end = name_word(vocab_size - 1)
+    words = Tokenizer(models.WordLevel({name_word(i): i for i in range(vocab_size)}, unk_token=end))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end, pad_token=end).save_pretrained(folder)

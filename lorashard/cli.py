@@ -337,7 +337,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Typer's own errors, such as an unknown command.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            print(f"lorashard: error: {error.format_message()}", file=sys.stderr)
+            from .runtime.failures import Failure
+
+            Failure(error.exit_code, error.format_message(), "mistake").report()
             return error.exit_code
         if find_fault(error) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             refused = ConfigError(f"a disk refuses: {error}", fix="make room or fix it, and run this again")
@@ -349,17 +351,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(error: Exception, exit_code: int, is_plain: bool) -> int:
     """Report why the command failed, once, however many ranks run it."""
     from .runtime.devices import find_launcher
-    from .runtime.failures import record_failure
+    from .runtime.failures import Failure, record_failure
 
     error = error.with_traceback(_skip_typer(error.__traceback__))
     record_failure(error, exit_code, is_plain)
-    if not is_plain:
-        traceback.print_exception(error)
-        return exit_code
     try:
         launcher = find_launcher(os.environ)
     except UserError:
         launcher = None
+    if launcher is None:
+        Failure.of_error(error).write()
+    if not is_plain:
+        traceback.print_exception(error)
+        return exit_code
     # lorashard's launcher prints it, and torchrun's summary has it; without an error file, each rank prints it.
     is_recorded = launcher is not None and "TORCHELASTIC_ERROR_FILE" in os.environ
     if launcher is None or not is_recorded or (launcher.rank == 0 and not launcher.is_lorashard):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 
 class LorashardError(Exception):
@@ -56,6 +56,11 @@ class LorashardError(Exception):
         return {"type": type(self).__name__} | {
             name: str(value) for name, value in values.items() if value not in (None, "")
         }
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> Self:
+        """Return an error of this class with the fields that `to_json` of another has returned."""
+        return cls(**{name: value for name, value in fields.items() if name != "type"})
 
 
 class UserError(LorashardError):

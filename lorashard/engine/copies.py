@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
-import resource
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime.dist import Work
-from .queues import Event, Queues, queues_of
+from .queues import Event, Queues
 
 RING_BUFFERS = 4
 RING_BUFFER_BYTES = 16 * 2**20
@@ -41,10 +39,14 @@ class HostCopies:
         Args:
             queues: what runs on `device`, if not its own.
         """
-        self._device = device
-        self._queues = queues or queues_of(device)
+        self._queues = queues or Queues.of(device)
         self._ring: _PinnedRing | None = None
         self._has_warned = False
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether the device cannot compute with host memory where it is."""
+        return self._queues is not None
 
     def prepare(self) -> None:
         """Make the ring, before anything else takes what the system lets a process pin.
@@ -70,12 +72,14 @@ class HostCopies:
         Memory: `num_bytes` on the host, until nobody has the tensor.
         """
         self.prepare()
-        tensor, refusal = allocate_host(num_bytes, self._device)
-        if refusal is not None and not self._has_warned:
+        tensor, refusal = allocate_host(num_bytes, self._queues)
+        if refusal is not None:
+            if not self._has_warned:
+                _logger.warning("%s: units are copied through a small pinned buffer instead, which is slower", refusal)
             self._has_warned = True
-            _logger.warning("%s: units are copied through a small pinned buffer instead, which is slower", refusal)
-        if refusal is None and self._device.type == "cuda":
-            weakref.finalize(owner, _unpin, tensor).atexit = False
+        elif refusal is None and self._queues is not None and num_bytes:
+            # Holding the tensor until then keeps the memory mapped until it is unpinned.
+            weakref.finalize(owner, self._queues.unpin, tensor).atexit = False
         return tensor
 
     def start(self, pairs: Pairs) -> Work:
@@ -95,6 +99,14 @@ class HostCopies:
         self.prepare()
         assert self._ring is not None
         return self._ring.start(pairs)
+
+    def finish(self) -> None:
+        """Hold up the host until every copy that the current stream has waited for is done: memory may be written.
+
+        Ranks: local.
+        """
+        if self._queues is not None:
+            self._queues.record().synchronize()
 
 
 @dataclass(frozen=True)
@@ -140,34 +152,15 @@ class _PinnedRing:
         self._events[index] = self._queues.record()
 
 
-def allocate_host(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, str | None]:
-    """Return uint8 host memory of exactly `num_bytes`, pinned for a CUDA `device`, or why it could not be.
+def allocate_host(num_bytes: int, queues: Queues | None) -> tuple[torch.Tensor, str | None]:
+    """Return uint8 host memory of exactly `num_bytes`, pinned where there are `queues`, or why it could not be.
 
     torch's own pinned allocator rounds up to a power of two, which could double a base.
     """
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if device.type == "cuda":
-        # The kernel copies pages that a device may write to when the process forks, and a data loader's worker forks.
-        memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-    return tensor, _pin(tensor, device) if device.type == "cuda" and num_bytes else None
-
-
-def _pin(tensor: torch.Tensor, device: torch.device) -> str | None:
-    status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 1))  # 1: for all devices
-    if status == 0:
-        return None
-    # CUDA remembers the refusal, and torch would raise it at the next kernel, whose fault it is not.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
-    return (
-        f"the system refused to pin {tensor.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the limit on "
-        f"locked memory, `ulimit -l`, is {words})"
-    )
-
-
-def _unpin(tensor: torch.Tensor) -> None:
-    # Holding the tensor until here keeps the memory mapped until it is unregistered.
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    if queues is None or num_bytes == 0:
+        return tensor, None
+    # The kernel copies pages that a device may write to when the process forks, and a data loader's worker forks.
+    memory.madvise(mmap.MADV_DONTFORK)
+    return tensor, queues.pin(tensor)

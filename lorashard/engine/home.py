@@ -129,6 +129,10 @@ class HostHome(_ShardHome):
         copied.wait()  # on the side stream: the gather must not send what is not there yet
         return self._group.all_gather(unsharded, own_part)
 
+    def write(self, field: Field, data: torch.Tensor) -> None:
+        self._copies.finish()  # the host is ahead of the device, which may still have to read the shard
+        super().write(field, data)
+
 
 class FileHome:
     """No memory of its own: the unit's bytes are read through mapped files, which all ranks of a node share.
@@ -142,9 +146,7 @@ class FileHome:
     device_bytes = 0
     host_bytes = 0
 
-    def __init__(
-        self, layout: Layout, pieces: Sequence[Sequence[torch.Tensor]], device: torch.device, copies: HostCopies
-    ) -> None:
+    def __init__(self, layout: Layout, pieces: Sequence[Sequence[torch.Tensor]], copies: HostCopies) -> None:
         """Make a home of mapped bytes.
 
         Args:
@@ -154,13 +156,12 @@ class FileHome:
         """
         self.layout = layout
         self._pieces = pieces
-        self._device = device
         self._copies = copies
         self.num_copies = 0
         self.copied_bytes = 0
 
     def views(self) -> list[torch.Tensor] | None:
-        if self._device.type != "cpu":
+        if self._copies.are_needed:
             return None
         fields = zip(self.layout.fields, self._pieces, strict=True)
         return [piece.view(field.dtype).view(field.shape) for field, (piece,) in fields]

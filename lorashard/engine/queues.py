@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
@@ -19,6 +20,11 @@ class Queues:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    @classmethod
+    def of(cls, device: torch.device) -> Queues | None:
+        """Return the queues of `device`; None for the CPU."""
+        return cls(device) if device.type == "cuda" else None
 
     def make(self) -> torch.cuda.Stream:
         """Return a new queue."""
@@ -46,14 +52,28 @@ class Queues:
         """Tell whether `tensor` is in such memory."""
         return tensor.is_pinned()
 
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Make uint8 host memory such memory, where it is; return why the system refused, if it did."""
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 1))  # 1: for all devices
+        if status == 0:
+            return None
+        # CUDA remembers the refusal, and torch would raise it at the next kernel, whose fault it is not.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
+        return (
+            f"the system refused to pin {memory.numel() / 2**20:.0f} MiB of host memory (CUDA error {status}; the "
+            f"limit on locked memory, `ulimit -l`, is {words})"
+        )
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo `pin`, while the memory is still mapped."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Give the current queue a copy from pinned memory."""
         target.copy_(source, non_blocking=True)
-
-
-def queues_of(device: torch.device) -> Queues | None:
-    """Return the queues of `device`; None for the CPU."""
-    return Queues(device) if device.type == "cuda" else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

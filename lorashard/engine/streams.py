@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ..runtime.dist import Work
-from .queues import Event, Queues, queues_of
+from .queues import Event, Queues
 
 
 class SideStream:
@@ -25,7 +25,7 @@ class SideStream:
         Args:
             queues: what runs on `device`, if not its own.
         """
-        self._queues = queues or queues_of(device)
+        self._queues = queues or Queues.of(device)
         self._queue = self._queues.make() if self._queues is not None else None
         self._waited_s = 0.0
         self._timings: list[tuple[Event, Event]] = []

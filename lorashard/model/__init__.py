@@ -1,1 +1,5 @@
-"""The Hugging Face side: finding units in a model, reading checkpoints by byte ranges, adapters."""
+"""The Hugging Face side of sharding: units found in a transformers model, loading them, adapters, patches, profiling.
+
+Knows transformers and PEFT, but neither data nor a trainer. Files become bytes in `weights`, and bytes become
+unsharded units in `engine`.
+"""

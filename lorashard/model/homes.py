@@ -172,11 +172,11 @@ def _use_files(
         and one unit while the cache is made.
     """
     source, files, copies = CheckpointSource(weights), MappedFiles(), HostCopies(device)
-    in_memory = [*(resident if device.type != "cpu" else ()), *filter(_has_new, structure.units)]
+    in_memory = [*(resident if copies.are_needed else ()), *filter(_has_new, structure.units)]
     make_in_memory = ShardedHomes(False, ShardGroup(), device, source, in_memory, copies, quantized)
     caches = [] if quantized is None else [quantized]
     stored = [unit for unit in structure.units if unit not in in_memory and not (quantized and quantized.find(unit))]
-    places = {unit: _find_places(unit, weights, source, device) for unit in stored}
+    places = {unit: _find_places(unit, weights, source, copies.are_needed) for unit in stored}
     unsuitable = [unit for unit, found in places.items() if found is None]
     if unsuitable:
         caches.append(ConvertedUnits(unsuitable, source, hash_content(weights.files, identity)))
@@ -194,13 +194,13 @@ def _use_files(
                 [place] if isinstance(place, torch.Tensor) else [files.view(*stretch) for stretch in place]
                 for place in places[unit] or ()
             ]
-        return FileHome(layout, pieces, device, copies)
+        return FileHome(layout, pieces, copies)
 
     return make
 
 
 def _find_places(
-    unit: FoundUnit, weights: BaseWeights, source: CheckpointSource, device: torch.device
+    unit: FoundUnit, weights: BaseWeights, source: CheckpointSource, are_copied: bool
 ) -> list[Place] | None:
     """Return where the parts of a unit's weights can be used, or copied, in place; None where one cannot."""
     found: list[Place] = []
@@ -213,7 +213,7 @@ def _find_places(
                 place = weights.find_part_stretches(weight.name, index) if source.has_parts(weight) else None
             if place is None:
                 return None
-            if isinstance(place, list) and device.type == "cpu":
+            if isinstance(place, list) and not are_copied:
                 is_for_mkl = weight.quantizer is None and part.dtype.itemsize > 2
                 alignment = _TORCH_ALIGNMENT_BYTES if is_for_mkl else part.dtype.itemsize
                 if len(place) != 1 or place[0][1] % alignment:

@@ -22,6 +22,9 @@ from .worker import find_log
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+# Of the environment: a file that gets why this command has failed, for a program that started it.
+FAILURE_FILE_VARIABLE = "LORASHARD_FAILURE_FILE"
+
 _NEAR_S = 5
 # Nobody but the kernel, a person or a defect in native code does these to a rank: no other rank's failure is the cause.
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -123,19 +126,26 @@ class Failure:
         if self.fields is None:  # its disk was full: nobody knows more
             return replace(self, message=f"stopped by {number.name}")
         fields = dict(self.fields, signal=number.name)
-        stop = RunStopped(**{name: value for name, value in fields.items() if name != "type"})
-        return replace(self, message=str(stop), fields=fields)
+        return replace(self, message=str(RunStopped.of_json(fields)), fields=fields)
 
     def to_json(self) -> dict[str, Any]:
         """Return what status.json and events.jsonl keep of it."""
         return {"message": self.message, "cause": self.cause, "rank": self.rank, "fields": self.fields}
 
+    def write(self) -> None:
+        """Write it to the file that the program which started this one has named."""
+        path = os.environ.get(FAILURE_FILE_VARIABLE)
+        if path:
+            with suppress(OSError):  # the log and the exit code are still there
+                Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+
     def report(self, more: str = "") -> None:
-        """Print it on stderr, and into the log of the rank to blame.
+        """Print it on stderr, and into the log of the rank to blame; write it for who started this program.
 
         Args:
             more: joins the sentence's end.
         """
+        self.write()
         line = f"{'' if self.is_stop else 'error: '}{self.message}{more}"
         if self.log is not None:
             with suppress(OSError), self.log.open("a", encoding="utf-8") as file:  # its disk may be full

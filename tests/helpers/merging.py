@@ -37,6 +37,14 @@ def merge_with_peft(base: Path, adapter: Path, dtype: torch.dtype, **options) ->
     return PeftModel.from_pretrained(loaded, adapter).merge_and_unload().state_dict()
 
 
+def merge_untied(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """Return the state dict of PEFT's merge into a base whose tied head has become a copy of its own."""
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    loaded.config.tie_word_embeddings = False
+    loaded.lm_head.weight = torch.nn.Parameter(loaded.lm_head.weight.detach().clone())
+    return PeftModel.from_pretrained(loaded, adapter).merge_and_unload().state_dict()
+
+
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return every stored tensor, as safetensors' own loader reads it."""
     tensors = {}

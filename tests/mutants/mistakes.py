@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LADDER = ("tests/distributed/engine/test_exactness.py", "-k", "quick")
+ORDER = ("tests/unit/engine/test_device_order.py",)
 COSTS = ("tests/distributed/engine/test_costs.py", "-k", "gathers or collectives or reduced")
 
 
@@ -317,7 +318,7 @@ MUTANTS: dict[str, Mutant] = {
         "self.slice((end - size) * row_numel, end * row_numel)",
         "self.slice(0, size * row_numel)",
         "what a fused tensor is split into begins with the same rows",
-        ("tests/unit/weights/test_weights.py", "-k", "conversion"),
+        ("tests/unit/weights/test_weight_conversions.py", "-k", "conversion"),
     ),
     "values for scales": Mutant(
         "lorashard/model/sources.py",
@@ -339,5 +340,104 @@ MUTANTS: dict[str, Mutant] = {
         "if done < len(view):",
         "of a tensor of more than 2 GiB the rest stays unread",
         ("tests/unit/weights/test_safetensors_files.py",),
+    ),
+    # What a GPU runs beside the computation
+    "order: gather overtakes readers": Mutant(
+        "lorashard/engine/streams.py",
+        "            if event is not None:\n                self._queues.wait(event)",
+        "            if event is None:\n                self._queues.wait(event)",
+        "a gather overwrites a slot that is still computed with",
+        ORDER,
+    ),
+    "order: marked before the readers": Mutant(
+        "lorashard/engine/unit.py",
+        "self.slot.readers_done = stream.mark()\n            self.state = State.CACHED",
+        "self.slot.readers_done = self.slot.readers_done or stream.mark()\n            self.state = State.CACHED",
+        "a slot is filled again behind its first reader, not its last",
+        ORDER,
+    ),
+    "order: evicted in flight": Mutant(
+        "lorashard/engine/unit.py",
+        "        if is_arriving:  #",
+        "        if False:  #",
+        "a slot's next filling overtakes one that nobody waited for",
+        ORDER,
+    ),
+    "order: gather of what is not there": Mutant(
+        "lorashard/engine/home.py",
+        "        copied.wait()  # on",
+        "        # on",
+        "a rank sends its shard before it has been copied",
+        ORDER,
+    ),
+    "order: ring ahead of readers": Mutant(
+        "lorashard/engine/copies.py",
+        "            self._queues.wait(ready)\n",
+        "            pass\n",
+        "copies from files overwrite a slot that is still computed with",
+        ORDER,
+    ),
+    "order: ring filled too early": Mutant(
+        "lorashard/engine/copies.py",
+        "            event.synchronize()  # the",
+        "            pass  # the",
+        "a ring buffer is filled again before the device has read it",
+        ORDER,
+    ),
+    "order: event before its copy": Mutant(
+        "lorashard/engine/copies.py",
+        "        self._queues.copy(target, buffer)\n        self._events[index] = self._queues.record()",
+        "        self._events[index] = self._queues.record()\n        self._queues.copy(target, buffer)",
+        "a ring buffer is taken to be read before it is",
+        ORDER,
+    ),
+    "order: side stream waits": Mutant(
+        "lorashard/engine/unit.py",
+        "            self._work = self.home.unshard_into(slot.wire)",
+        "            self.home.unshard_into(slot.wire).wait()",
+        "the side stream waits for a gather, and the computation does not",
+        ORDER,
+    ),
+    "order: ring not waited for": Mutant(
+        "lorashard/engine/copies.py",
+        "self._queues.wait(last.result())",
+        "last.result()",
+        "the host waits until copies are started, and the device computes with what is not there",
+        ORDER,
+    ),
+    "order: pinned copy not waited for": Mutant(
+        "lorashard/engine/copies.py",
+        "return _Copies(partial(self._queues.wait, self._queues.record()))",
+        "return _Copies()",
+        "a layer is computed with before it has come from pinned memory",
+        ORDER,
+    ),
+    "order: first gather not ordered": Mutant(
+        "lorashard/engine/engine.py",
+        "            slot.readers_done = self._stream.mark()",
+        "            slot.readers_done = None",
+        "the first gather overtakes the filling of the shards, or what an exception cut short",
+        ORDER,
+    ),
+    "order: recovery waits for nothing": Mutant(
+        "lorashard/engine/unit.py",
+        "            self._settle(stream)\n            self._put([weight.placeholder",
+        "            self._work = None\n            self._put([weight.placeholder",
+        "after an exception a slot is filled twice at once",
+        ORDER,
+    ),
+    "order: event of another queue": Mutant(
+        "lorashard/engine/streams.py",
+        "        with self._queues.on(self._queue):\n            if",
+        "        with contextlib.nullcontext():\n            if",
+        "gathers run on the compute stream: beside nothing",
+        ORDER,
+    ),
+    "order: written while it is read": Mutant(
+        "lorashard/engine/home.py",
+        "        self._copies.finish()  # the",
+        "        # the",
+        "the host writes a checkpoint's weights to pinned memory that the device still copies",
+        ORDER,
     ),
 }

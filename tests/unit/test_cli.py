@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
 from lorashard.launch.launcher import build_rank_command, check_output_dir, prepare_logs_dir
 from lorashard.runtime.devices import RUN_ID_PREFIX
+from lorashard.runtime.failures import FAILURE_FILE_VARIABLE
 
 MISTAKES = (
     (["finetune", "--lerning_rate", "1"], "'learning_rate'?"),
@@ -93,6 +95,23 @@ def test_another_number_of_ranks_than_the_launchers_is_a_mistake(
     assert main([*finetune_words(tmp_path)[:-1], "3"]) == 2
     assert trained == []
     assert "lorashard: error: cpu: expected 2 " in capsys.readouterr().err
+
+
+def test_who_started_the_command_gets_its_failure_with_fields(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[RunConfig]
+) -> None:
+    """Catches a program such as the web UI that has a sentence in a log to go by; and a rank that writes as well."""
+    file = tmp_path / "failure.json"
+    monkeypatch.setenv(FAILURE_FILE_VARIABLE, str(file))
+    assert main([*finetune_words(tmp_path), "--max_steps=many"]) == 2
+    failure = json.loads(file.read_text())
+    assert (failure["cause"], failure["fields"]["option"]) == ("mistake", "max_steps")
+    assert main(["unknown"]) == 2
+    assert "unknown" in json.loads(file.read_text())["message"]
+    file.unlink()
+    enter_launcher(monkeypatch)
+    assert main([*finetune_words(tmp_path)[:-1], "3"]) == 2
+    assert not file.exists()
 
 
 def test_a_rank_takes_the_options_that_its_launcher_resolved(

@@ -1,1 +1,4 @@
-"""The pages: each builds its own components and events, from a context."""
+"""The pages: each builds its own Gradio components and events, from one context.
+
+Nothing here reads a file or starts a process; that is in `reading` and `running`.
+"""

@@ -16,9 +16,9 @@ from ..app_context import AppContext
 from ..drawing import markup
 from ..form.choices import list_datasets, list_models, list_runs
 from ..form.form import BASIC, MORE, NAME
-from ..form.option_fields import explain, list_gpu_choices, make_field
 from .new_run_events import PLAN_WAITS, PREVIEW_WAITS, Parts, bind
 from .new_run_updates import list_others
+from .option_fields import explain, list_gpu_choices, make_field
 from .plotting import load_plotly, make_chart
 
 _LABELS = {

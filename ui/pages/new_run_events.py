@@ -33,7 +33,6 @@ from ..form.form import (
     read_form,
     read_yaml_file,
 )
-from ..form.option_fields import list_gpu_choices, to_text
 from ..reading.places import show_paths, write_path
 from .new_run_updates import (
     ask_model,
@@ -48,6 +47,7 @@ from .new_run_updates import (
     summarize,
     update_fields,
 )
+from .option_fields import list_gpu_choices, to_text
 from .plotting import CLASSES
 from .refreshing import QUIET
 

@@ -16,7 +16,7 @@ from lorashard.runtime.gpus import Gpu
 
 from ..drawing import markup
 from ..form.form import MORE, NAME, Form, describe_option, list_choosable
-from ..form.option_fields import explain, from_text, show_problem
+from .option_fields import explain, from_text, show_problem
 
 _TOKENIZER = ("model_name_or_path", "model_revision", "trust_remote_code", "chat_template_path", "eos_token")
 _NAMES = {"model_name_or_path": "a model", "dataset": "a dataset"}

@@ -1,1 +1,4 @@
-"""Runs as their folders tell of them. Nothing is written here, and torch is not imported."""
+"""Runs as their folders show them: status, metrics, logs, checkpoints, alerts.
+
+Writes nothing, signals nothing, and imports neither torch nor Gradio.
+"""

@@ -119,7 +119,7 @@ def _agrees(phase: str, exit_code: int | None) -> bool:
 def _judge_exit(folder: Path, exit_code: int, said: tuple[dict[str, Any], str, float]) -> tuple[str, str | None]:
     if exit_code == 0:
         return "done", None
-    last_word = find_last_word(folder / LAUNCHER_LOG)
+    last_word = explain_exit(folder)
     if exit_code in _STOPPED_EXIT_CODES:
         return "stopped", last_word or f"it was stopped (exit code {exit_code})"
     if exit_code > 128:
@@ -136,13 +136,19 @@ def _name_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def find_last_word(log: Path) -> str | None:
-    """Return the last line of a log in which lorashard speaks of an error, else its last line."""
-    text = read_end(log, _LOG_BYTES).decode("utf-8", "replace")
+def read_failure(folder: Path) -> dict[str, Any]:
+    """Return the failure that the launcher reported last, as `lorashard.runtime.failures.Failure`; empty without."""
+    failure = read_json(folder / EXIT_NAME).get("failure")
+    return failure if isinstance(failure, dict) else {}
+
+
+def explain_exit(folder: Path) -> str | None:
+    """Return why the launcher ended, else the last line of its log."""
+    message = read_failure(folder).get("message")
+    if message:
+        return str(message)
+    text = read_end(folder / LAUNCHER_LOG, _LOG_BYTES).decode("utf-8", "replace")
     lines = [line.strip() for line in text.replace("\r", "\n").split("\n") if line.strip()]
-    spoken = [line for line in lines if line.startswith("lorashard: error: ")]
-    if spoken:
-        return spoken[-1].removeprefix("lorashard: error: ")
     return lines[-1] if lines else None
 
 

@@ -6,9 +6,11 @@ The process is `lorashard chat RUN --json`. It ends when the kernel closes its p
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -21,6 +23,7 @@ from typing import Any, Literal
 
 from lorashard.errors import ConfigError
 from lorashard.launch.elastic import find_python_flags
+from lorashard.runtime.failures import FAILURE_FILE_VARIABLE
 
 from ..reading.sanitize import show_safely
 
@@ -30,7 +33,6 @@ _READ_S = 5.0
 _KEPT_LINES = 40
 _TOLD_LINES = 3
 _NO_TEMPLATE = "the tokenizer has no chat template: each message is a prompt to complete, without the earlier ones"
-_ERROR_MARK = "lorashard: error: "
 
 State = Literal["loading", "ready", "answering", "ended"]
 
@@ -91,12 +93,14 @@ class Chat:
         self._waiting: list[_Turn] = []
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._changed = threading.Condition()
+        self._failure = tempfile.NamedTemporaryFile(prefix="lorashard-chat-")  # noqa: SIM115  as long as the process
         words = ["-m", "lorashard", "chat", str(folder), "--json", *device_words]
         self._process = subprocess.Popen(
             [sys.executable, *find_python_flags(), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=os.environ | {FAILURE_FILE_VARIABLE: self._failure.name},
             start_new_session=True,  # Ctrl-C in the server's terminal is the server's
         )
         self._readers = [threading.Thread(target=work, daemon=True) for work in (self._note, self._hear)]
@@ -295,11 +299,12 @@ class Chat:
             assert self._process.stdin is not None
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
+        self._failure.close()
 
     def _explain_end(self, exit_code: int) -> str:
-        errors = [line for line in self._lines if line.startswith(_ERROR_MARK)]
-        if errors:
-            return errors[-1].removeprefix(_ERROR_MARK)
+        failure = self._failure.read()
+        if failure:
+            return json.loads(failure)["message"]
         said = " | ".join(list(self._lines)[-_TOLD_LINES:])
         if exit_code < 0:
             name = signal.Signals(-exit_code).name

@@ -28,7 +28,7 @@ from lorashard.training.resume_request import check_wanted
 
 from ..reading.jsonl_tail import read_json
 from ..reading.process_file import PROCESS_NAME, read_launch
-from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME, find_last_word
+from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME, explain_exit, read_failure
 from ..reading.summaries import is_run
 from . import detached
 from .jobs import Jobs
@@ -282,14 +282,17 @@ def _hear_refusal(folder: Path) -> None:
     """Wait a second for a run that was started to be refused.
 
     Raises:
-        ConfigError: it is, in the launcher's own words.
+        ConfigError: it is, with the fields of the launcher's own.
     """
-    log, exit_file = folder / LAUNCHER_LOG, folder / EXIT_NAME
+    exit_file = folder / EXIT_NAME
     deadline_s = time.monotonic() + _LOOK_S
     while time.monotonic() < deadline_s and not exit_file.exists():
         time.sleep(_LOOK_INTERVAL_S)
     if read_json(exit_file).get("exit_code") == _USER_ERROR:
-        raise ConfigError(find_last_word(log) or f"the run is refused: see {log}")
+        fields = read_failure(folder).get("fields")
+        if fields:
+            raise ConfigError.of_json(fields)
+        raise ConfigError(explain_exit(folder) or f"the run is refused: see {folder / LAUNCHER_LOG}")
 
 
 def _find_process(folder: Path, name: str) -> tuple[psutil.Process, bool]:

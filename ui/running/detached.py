@@ -19,6 +19,7 @@ from typing import Any
 # Variables of the server, of a launcher around it, or of a run's own processes, which a command must not inherit.
 _OTHERS_PREFIXES = ("GRADIO_", "TORCHELASTIC_", "ACCELERATE_")
 PROGRESS_FILE_VARIABLE = "LORASHARD_PROGRESS_FILE"  # of lorashard.runtime.progress, which needs tqdm
+_FAILURE_FILE_VARIABLE = "LORASHARD_FAILURE_FILE"  # of lorashard.runtime.failures
 _OTHERS_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -28,6 +29,7 @@ _OTHERS_VARIABLES = (
     "LORASHARD_RESTARTS",
     "LORASHARD_TERMINAL_FD",
     PROGRESS_FILE_VARIABLE,
+    _FAILURE_FILE_VARIABLE,
 )
 _COULD_NOT_START = 127  # a shell's
 START_S = 30.0  # a start may take so long
@@ -40,7 +42,8 @@ def start(
 
     Args:
         log: its output is appended here.
-        exit_file: gets `exit_code`, 128 + n if signal n ended it, and `time`, when it has ended.
+        exit_file: gets `exit_code`, 128 + n if signal n ended it, `time`, when it has ended, and the `failure` that a
+            command of lorashard has reported, or null.
         process_file: gets its `pid`, its `begin_s`, and the `waiter_pid` of the process that waits for its end.
         progress_file: where a command of lorashard writes its progress.
 
@@ -48,9 +51,10 @@ def start(
         OSError, subprocess.SubprocessError: no process could be started at all.
     """
     words = [sys.executable, "-P", __file__, str(log), str(exit_file), str(process_file), *command]
+    files = {PROGRESS_FILE_VARIABLE: progress_file, _FAILURE_FILE_VARIABLE: _failure_file(exit_file)}
     subprocess.run(
         words,
-        env=build_environment(os.environ) | ({PROGRESS_FILE_VARIABLE: str(progress_file)} if progress_file else {}),
+        env=build_environment(os.environ) | {name: str(file) for name, file in files.items() if file},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -88,14 +92,31 @@ def main() -> None:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         except OSError as error:
-            output.write(f"lorashard: error: {command[0]} cannot be started: {error.strerror}\n".encode())
-            _replace(exit_file, {"exit_code": _COULD_NOT_START, "time": time.time()})
+            message = f"{command[0]} cannot be started: {error.strerror}"
+            output.write(f"lorashard: error: {message}\n".encode())
+            _replace(exit_file, {"exit_code": _COULD_NOT_START, "time": time.time(), "failure": {"message": message}})
             return
     _replace(process_file, {"pid": process.pid, "begin_s": time.time(), "waiter_pid": os.getpid()})
     os.write(say_started, b"1")
     os.close(say_started)
     code = process.wait()
-    _replace(exit_file, {"exit_code": code if code >= 0 else 128 - code, "time": time.time()})
+    failure = _take_failure(exit_file)
+    _replace(exit_file, {"exit_code": code if code >= 0 else 128 - code, "time": time.time(), "failure": failure})
+
+
+def _failure_file(exit_file: str | Path) -> Path:
+    return Path(f"{exit_file}.failure")
+
+
+def _take_failure(exit_file: str) -> Any:
+    """Return what the command has left of its failure, and remove the file."""
+    file = _failure_file(exit_file)
+    try:
+        failure = json.loads(file.read_bytes())
+        file.unlink()
+    except (OSError, ValueError):  # there is none, or the disk was full
+        return None
+    return failure
 
 
 def _replace(path: str, content: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ class _Process:
                     message = self._read(process, end_s, what, timeout_s)
                     if "error" in message:
                         is_over = True
-                        raise ConfigError(**{name: value for name, value in message["error"].items() if name != "type"})
+                        raise ConfigError.of_json(message["error"])
                     is_over = "answer" in message
                     yield message
                     if is_over:

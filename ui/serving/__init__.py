@@ -1,1 +1,4 @@
-"""The server: its options, who may come in, what may be asked of it."""
+"""The server: its options, its login, and the guard that every request passes.
+
+Knows no run. What is shown is in `pages`.
+"""

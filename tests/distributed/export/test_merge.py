@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import logging
-import multiprocessing
-import os
-import signal
-import time
 from collections.abc import Iterator
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
-from accelerate.state import PartialState
 from helpers.cases import slow
 from helpers.forked_ranks import read_status_bytes, run_ranks
 from helpers.merging import (
     disturb,
+    merge_untied,
     merge_with_peft,
     read_tensors,
     save_adapter,
@@ -37,11 +30,9 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter
 from transformers.utils import logging as transformers_logging
 
-import lorashard
-from lorashard.errors import CheckpointError, ConfigError, LorashardError
-from lorashard.export import merger, writing
+from lorashard.errors import ConfigError
+from lorashard.export import merger
 from lorashard.export.merger import merge_checkpoint
-from lorashard.runtime.atomic_folder import list_partials
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -200,13 +191,6 @@ def test_an_embedding_that_the_adapter_carries_counts_for_its_tied_head_too(tmp_
     assert find_differences(loaded, merge_with_peft(base, adapter, FP32)) == [] and not report.is_untied
 
 
-def merge_untied(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    loaded = AutoModelForCausalLM.from_pretrained(base)
-    loaded.config.tie_word_embeddings = False
-    loaded.lm_head.weight = torch.nn.Parameter(loaded.lm_head.weight.detach().clone())
-    return PeftModel.from_pretrained(loaded, adapter).merge_and_unload().state_dict()
-
-
 @pytest.mark.parametrize(
     "options",
     (
@@ -310,159 +294,6 @@ def test_tokenizer_and_configs_come_along(tmp_path):
     assert not any("adapter" in file.name or file.name == "merges.txt" for file in (tmp_path / "out").iterdir())
 
 
-def fail_on(rank_to_fail: int, rank: int, error: BaseException) -> None:
-    original = writing.TensorWriter.write
-
-    def write(self, key, begin, values):
-        if rank == rank_to_fail and "layers.0" in key:
-            raise error
-        original(self, key, begin, values)
-
-    writing.TensorWriter.write = write
-
-
-def check_failure(rank: int, adapter: str, out: str, base: str) -> str:
-    fail_on(1, rank, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with pytest.raises(CheckpointError) as caught:
-        merge_checkpoint(Path(adapter), Path(out), Path(base))
-    return str(caught.value)
-
-
-def test_a_rank_that_fails_ends_all_and_leaves_nothing(tmp_path):
-    """Ranks that wait for one that has failed; `rank 1 failed` in place of what the disk has refused; half a model."""
-    base = save_base(tmp_path / "base", "llama")
-    adapter = save_adapter(tmp_path / "adapter", base)
-    before = {file: file.read_bytes() for file in adapter.iterdir()}
-    messages = run_ranks(check_failure, 2, str(adapter), str(tmp_path / "out"), str(base))
-    assert all(os.strerror(errno.ENOSPC) in message and "\n" not in message for message in messages)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
-    assert before == {file: file.read_bytes() for file in adapter.iterdir()}
-
-
-@pytest.mark.parametrize("error", (KeyboardInterrupt(), RuntimeError("a bug")), ids=("ctrl-c", "bug"))
-def test_an_interrupted_merge_leaves_nothing(tmp_path, monkeypatch, error):
-    """Litter beside the target after Ctrl-C."""
-    base = save_base(tmp_path / "base", "llama")
-    adapter = save_adapter(tmp_path / "adapter", base)
-    monkeypatch.setattr(writing.TensorWriter, "write", writing.TensorWriter.write)  # put back afterward
-    fail_on(0, 0, error)
-    with pytest.raises(type(error)):
-        merge_checkpoint(adapter, tmp_path / "new" / "deep" / "out", base)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
-
-
-def merge_slowly(folder: Path, how: str, is_writing: Event, store: Path, rank: int) -> None:
-    """Merge, and stop in the middle: in a process of its own."""
-    PartialState._reset_state()
-    if how == "rank":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    original = writing.TensorWriter.write
-
-    def write(self, key, begin, values):
-        original(self, key, begin, values)
-        if how == "wait" and "layers.1" in key or how == "rank" and rank == 1:
-            is_writing.set()
-            time.sleep(60)
-
-    writing.TensorWriter.write = write
-    merge_checkpoint(folder / "adapter", folder / "out", folder / "base")
-
-
-def start(tmp_path: Path, how: str, rank: int = 0) -> tuple[multiprocessing.Process, Event]:
-    """Return a forked process that merges, and what is set when it stands still."""
-    context: Any = multiprocessing.get_context("fork")
-    is_writing = context.Event()
-    store = tmp_path / "adapter" / "store"
-    process = context.Process(target=merge_slowly, args=(tmp_path, how, is_writing, store, rank), daemon=True)
-    process.start()
-    return process, is_writing
-
-
-def prepare(tmp_path: Path) -> None:
-    save_base(tmp_path / "base", "llama", max_shard_size="1GB")
-    save_adapter(tmp_path / "adapter", tmp_path / "base")
-
-
-def names_in(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in tmp_path.iterdir())
-
-
-def test_sigterm_leaves_nothing(tmp_path):
-    """Job schedulers send SIGTERM, which ends Python without any finally."""
-    prepare(tmp_path)
-    process, is_writing = start(tmp_path, "wait")
-    assert is_writing.wait(60)
-    process.terminate()
-    process.join(timeout=60)
-    assert process.exitcode == 128 + signal.SIGTERM
-    assert names_in(tmp_path) == ["adapter", "base"]
-
-
-def test_ranks_that_survive_a_killed_one_leave_nothing(tmp_path):
-    """A rank that waits for ever for one that is gone, or leaves the folder that they shared."""
-    prepare(tmp_path)
-    (first, _), (second, is_writing) = (start(tmp_path, "rank", rank) for rank in range(2))
-    try:
-        assert is_writing.wait(60)
-        second.kill()
-        first.join(timeout=60)
-        assert first.exitcode not in (0, None)
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.join()
-    assert names_in(tmp_path) == ["adapter", "base"]
-
-
-def test_what_a_killed_merge_left_is_removed_by_the_next(tmp_path):
-    """Nobody can clean up after SIGKILL but the next one to come."""
-    prepare(tmp_path)
-    process, is_writing = start(tmp_path, "wait")
-    assert is_writing.wait(60)
-    process.kill()
-    process.join()
-    assert not (tmp_path / "out").exists() and len(list_partials(tmp_path / "out")) == 1
-    (tmp_path / "out").mkdir()  # an empty folder is no reason to stop
-    merge_checkpoint(tmp_path / "adapter", tmp_path / "out", tmp_path / "base")
-    assert names_in(tmp_path) == ["adapter", "base", "out"] and (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_a_target_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
-    """Hours of work, then no place to put it; or somebody's files overwritten.
-
-    A container's volume is a mount point, to which nothing can be renamed.
-    """
-    monkeypatch.setattr(merger, "read_config", lambda folder: pytest.fail("work began"))
-    for name in ("out", "mounted"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "out" / "precious").write_text("x")
-    (tmp_path / "file").write_text("x")
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "mounted")
-    for name in ("out", "file", "mounted"):
-        with pytest.raises(ConfigError) as error:
-            merge_checkpoint(tmp_path / "adapter", tmp_path / name, tmp_path / "base")
-        assert error.value.where == tmp_path / name
-    assert (tmp_path / "out" / "precious").read_text() == "x"
-
-
-def test_what_peft_cannot_merge_is_refused_before_anything_is_written(tmp_path):
-    """An error after an hour; a merge that leaves out what it does not understand."""
-    base = save_base(tmp_path / "base", "llama", FP32)
-    loaded = AutoModelForCausalLM.from_pretrained(base)
-    prompt = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    get_peft_model(loaded, prompt).save_pretrained(tmp_path / "prompt")
-    adapters = {"PROMPT_TUNING": tmp_path / "prompt"}
-    adapters["no bias"] = save_adapter(tmp_path / "biased", base, target_modules=["q_proj"], lora_bias=True)
-    adapters["rewrites the base"] = save_adapter(tmp_path / "pissa", base, target_modules=["q_proj"])
-    config = json.loads((tmp_path / "pissa" / "adapter_config.json").read_text())
-    (tmp_path / "pissa" / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
-    for reason, adapter in adapters.items():
-        with pytest.raises(LorashardError, match=reason) as caught:
-            merge_checkpoint(adapter, tmp_path / "out", base)
-        assert isinstance(caught.value, ConfigError) and "\n" not in str(caught.value)
-    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
-
-
 def measure_merge(rank: int, small: Path, large: Path) -> int:
     """Return the bytes that merging the large one takes at its peak."""
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
@@ -490,89 +321,3 @@ def test_merging_holds_a_small_part_of_the_model(tmp_path):
     (grown,) = run_ranks(measure_merge, 1, tmp_path / "small", large)
     allowed = 2 * unit_bytes + 20 * 2**20
     assert grown < allowed < model_bytes / 3, f"{grown / 2**20:.0f} MiB of {model_bytes / 2**20:.0f}"
-
-
-def check_live(rank: int, cases: list[tuple[str, str, str, str]], folder: str) -> list[str]:
-    problems = []
-    for number, (base, adapter, how, placement) in enumerate(cases):
-        out = Path(folder, f"live-{number}")
-        if how == "load":
-            model = lorashard.load_adapter(adapter, base, placement, dtype=BF16)
-        else:
-            plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
-            model = lorashard.shard(PeftModel.from_pretrained(plain, adapter), placement)
-        before = model(**make_batch()).logits
-        report = lorashard.merge(model, out, max_shard_size="30KB")
-        if not torch.equal(model(**make_batch()).logits, before):
-            problems.append(f"{how}, {placement}: the live model has changed")
-        if rank == 0:
-            loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
-            if report.is_untied:
-                wrong = find_differences(loaded, merge_untied(Path(base), Path(adapter)))
-            else:
-                wrong = find_differences(loaded, merge_with_peft(Path(base), Path(adapter), BF16))
-            added = {"lm_head.weight"} if report.is_untied else set()
-            wrong += sorted(read_tensors(out).keys() ^ (read_tensors(Path(base)).keys() | added))
-            problems += [f"{how}, {placement}: {name}" for name in wrong]
-    return problems
-
-
-LIVE = {
-    "LoRA": (("load", "shard"), ("load", "file"), ("shard", "host"), ("shard", "replicate")),
-    "LoRA, tied": (("shard", "shard"),),
-    "modules_to_save": (("shard", "shard"),),
-    "mixtral experts": (("shard", "shard"),),
-    "embedding, tied": (("load", "shard"),),
-}
-
-
-def test_a_live_model_merges_under_every_placement_and_stays_as_it_is(tmp_path):
-    """A live model that is changed; an adapter saved without a part of it; files that are called another base.
-
-    And two ranks that share the work: a tensor that no rank writes stays zero.
-    """
-    cases = []
-    for name, ways in LIVE.items():
-        family, options = (CASES | {"embedding, tied": ("llama-tied", {"target_modules": ["embed_tokens"]})})[name]
-        base = save_base(tmp_path / name / "base", family)
-        adapter = save_adapter(tmp_path / name / "adapter", base, **options)
-        cases += [(str(base), str(adapter), *way) for way in ways]
-    assert run_ranks(check_live, 2, cases, str(tmp_path)) == [[], []]
-
-
-def check_other_base(rank: int, base: str, folder: str) -> None:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    for number, name in enumerate(("layers.1.mlp.up_proj", "embed_tokens")):
-        plain = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
-        torch.manual_seed(0)
-        if number:
-            plain.resize_token_embeddings(plain.config.vocab_size + 3)
-        else:
-            plain.get_submodule(f"model.{name}").weight.data[-1, -1] += 1
-        own = f"{folder}/{name}"
-        plain.save_pretrained(own)  # which rank 0 alone does
-        torch.distributed.barrier()
-        model = lorashard.shard(get_peft_model(plain, lora), "shard")
-        with pytest.raises(LorashardError, match=name):
-            lorashard.merge(model, f"{folder}/out")
-        lorashard.merge(model, f"{folder}/out-{number}", own)
-        if rank == 0:
-            merged = AutoModelForCausalLM.from_pretrained(f"{folder}/out-{number}").state_dict()
-            assert find_differences(merged, AutoModelForCausalLM.from_pretrained(own).state_dict()) == []
-    model = lorashard.shard(get_peft_model(build_base("llama"), lora), "shard")
-    with pytest.raises(ConfigError, match="--base"):
-        lorashard.merge(model, f"{folder}/out")
-
-
-def test_a_live_base_that_is_not_in_the_files_is_refused(tmp_path):
-    """The adapter merged into weights that are not the model's: those of the files, before a script changed them."""
-    base = save_base(tmp_path / "base", "llama")
-    run_ranks(check_other_base, 2, str(base), str(tmp_path))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_is_not_sharded_is_refused(tmp_path):
-    """A KeyError for what looks like a right call."""
-    model = get_peft_model(build_base("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="merge_and_unload"):
-        lorashard.merge(model, tmp_path / "out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -150,28 +151,25 @@ def list_differences(outcomes: dict[str, dict[str, str]]) -> list[str]:
 
 
 def format_tables(outcomes: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return the text of both tables, by the name of its markers."""
-    rows = {True: [], False: []}
-    for family in (*FAMILIES, *OTHERS):
+    """Return the table and the list of the document, by the name of its markers."""
+    lines = [["family", "model type", "as in", "tied", "files", "adapter on", *COLUMNS]]
+    lines.append(["---"] * len(lines[0]))
+    for family in FAMILIES:
         config = make_config(family)
-        cells = [family.name, f"`{config.model_type}`"]
-        if family.hub_id:
-            is_tied = config.tie_word_embeddings
-            cells += [
-                f"`{family.hub_id}`",
-                "yes" if is_tied else "no",
-                family.stored or "as in the model",
-                family.covers,
-            ]
-        rows[bool(family.hub_id)].append([*cells, *(outcomes[family.name][column] for column in COLUMNS)])
-    header = ["family", "model type", "as in", "tied", "files", "adapter on", *COLUMNS]
-    others = ["family", "model type", *COLUMNS]
-    return {"families": _format(header, rows[True]), "other families": _format(others, rows[False])}
+        cells = [family.name, f"`{config.model_type}`", f"`{family.hub_id}`"]
+        cells += ["yes" if config.tie_word_embeddings else "no", family.stored or "as in the model", family.covers]
+        lines.append([*cells, *(outcomes[family.name][column] for column in COLUMNS)])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    others = ", ".join(_describe(family, outcomes[family.name]) for family in OTHERS) + "."
+    return {"families": table, "other families": textwrap.fill(others, 150, break_on_hyphens=False)}
 
 
-def _format(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _describe(family: Family, outcome: dict[str, str]) -> str:
+    number = outcome["gradients"].removesuffix(" equal")
+    unlike = [
+        f"{column}: {outcome[column]}" for column in COLUMNS if outcome[column].removeprefix(f"{number} ") != "equal"
+    ]
+    return f"{family.name} ({', '.join([f'`{make_config(family).model_type}`', number, *unlike])})"
 
 
 def find_table(text: str, name: str) -> tuple[int, int]:

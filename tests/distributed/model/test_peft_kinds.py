@@ -209,15 +209,19 @@ def try_cases(rank: int, folder: str, way: str, labels: list[str], expected: dic
 
 def read_table() -> dict[str, dict[str, str]]:
     """Return the verdicts that the document gives, by label and column."""
-    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|", DOCUMENT.read_text(), re.MULTILINE)
-    return {label: {"load": load, "shard": shard, "load from files": load} for label, load, shard in rows}
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \| (.+?) \|", DOCUMENT.read_text(), re.MULTILINE)
+    return {
+        label: {"load": load, "shard": shard, "load from files": load}
+        for labels, load, shard in rows
+        for label in re.findall("`(.+?)`", labels)
+    }
 
 
 def test_the_table_lists_every_kind():
     """A kind that a new PEFT brings must be tested before the document says that it works."""
     installed = {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
     assert installed <= {case.kind for case in CASES.values()}
-    assert list(read_table()) == list(CASES)
+    assert sorted(read_table()) == sorted(CASES)
 
 
 @pytest.mark.parametrize(

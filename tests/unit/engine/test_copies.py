@@ -92,7 +92,7 @@ def test_a_child_is_not_given_pinned_shards(monkeypatch):
     """Catches a data loader's worker whose fork copies the host's share of the base: seconds, and gigabytes each."""
     driver = SimpleNamespace(cudaHostRegister=lambda *args: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    pinned, _ = allocate_host(2**20, torch.device("cuda", 0))
-    pageable, _ = allocate_host(2**20, CPU)
+    pinned, _ = allocate_host(2**20, Queues(torch.device("cuda", 0)))
+    pageable, _ = allocate_host(2**20, None)
     assert "dc" in find_flags(pinned.data_ptr())  # "do not copy on fork"
     assert "dc" not in find_flags(pageable.data_ptr())

@@ -223,9 +223,11 @@ def test_of_two_tabs_that_resume_a_run_one_does(root, stand_in):
 
 def test_what_the_launcher_refuses_at_once_is_said(root, stand_in):
     """A run that is listed as failed where a sentence would do."""
-    stand_in("echo 'lorashard: error: --gpus needs GPUs'; exit 2")
-    with pytest.raises(ConfigError, match="^--gpus needs GPUs$"):
+    failure = json.dumps({"message": "", "fields": ConfigError("needs GPUs", option="gpus").to_json()})
+    stand_in(f"echo '{failure}' > $LORASHARD_FAILURE_FILE; exit 2")
+    with pytest.raises(ConfigError) as refusal:
         start_run(root, "new", make_yaml())
+    assert (refusal.value.option, refusal.value.problem) == ("gpus", "needs GPUs")
     assert not (root / "new").exists()
 
 

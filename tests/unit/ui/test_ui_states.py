@@ -21,10 +21,10 @@ def save_checkpoint(folder: Path, step: int) -> None:
     publish(checkpoint, {})
 
 
-def leave_exit(folder: Path, exit_code: int, said: str = "", at_s: float | None = None) -> None:
+def leave_exit(folder: Path, exit_code: int, message: str, at_s: float | None = None) -> None:
     """Do what the web UI's launcher of runs does when a run has ended."""
-    (folder / "exit.json").write_text(json.dumps({"exit_code": exit_code, "time": at_s or time.time()}))
-    (folder / "logs/launcher.log").write_text(said)
+    ended = {"exit_code": exit_code, "time": at_s or time.time(), "failure": {"message": message}}
+    (folder / "exit.json").write_text(json.dumps(ended))
 
 
 def note_launch(folder: Path, pid: int, begin_s: float | None = None, waiter_pid: int = 1 << 30) -> None:
@@ -147,7 +147,7 @@ def test_an_exit_code_tells_how_a_run_ended_that_could_not_say_it(tmp_path, exit
     folder = tmp_path / "new"
     (folder / "logs").mkdir(parents=True)
     (folder / "asked.yaml").write_text("dataset: rows.jsonl\n")
-    leave_exit(folder, exit_code, "noise\nlorashard: error: no such model\nmore noise\n")
+    leave_exit(folder, exit_code, "no such model")
     state = find_state(folder)
     assert state.name == name
     assert state.error is None if word is None else word in state.error
@@ -158,7 +158,7 @@ def test_the_newer_of_status_and_exit_code_counts(tmp_path):
     now_s = time.time()
     folder = make_run(tmp_path, phase="stopped", error="stopped by SIGTERM", time=now_s - 50)
     note_launch(folder, 1 << 30, begin_s=now_s - 10)
-    leave_exit(folder, 2, "lorashard: error: a new mistake\n", now_s - 9)
+    leave_exit(folder, 2, "a new mistake", now_s - 9)
     assert (find_state(folder).name, find_state(folder).error) == ("failed", "a new mistake")
     write_status(folder, {"phase": "done", "time": now_s})  # started later, on the command line
     assert find_state(folder).name == "done"

@@ -11,7 +11,7 @@ from lorashard.config.methods import Method
 from lorashard.config.options import Option
 from lorashard.runtime.gpus import Gpu
 
-from .form import describe_option
+from ..form.form import describe_option
 
 _ERROR = "\u2715 "
 _WORD_JOINER = "\u2060"  # unseen
