@@ -23,7 +23,7 @@ from lorashard.quantization.rowwise import Fp8, Int8
 
 Format = Nf4 | Int8 | Fp8
 CPU = torch.device("cpu")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = (Nf4(), Nf4(True), Nf4(True, 32, 64), Nf4(True, 4096), Int8(), Fp8())
 # Complete blocks, tails, odd sizes, less than a block, more columns than a program has, experts.
 SHAPES = ((64, 64), (33, 65), (7, 9), (1, 3), (5, 1100), (3, 5, 64))
