@@ -154,6 +154,7 @@ def plan_peaks(shape: Shape, device_type: str) -> dict[str, dict[str, int]]:
     """Return the bytes that the plan foresees for each placement, and for each batch by its tokens."""
     # Bytes are the same on every GPU, and what does not fit is measured all the same.
     cluster = Cluster(replace(find_gpu_type("h100-sxm"), device_type=device_type), 1, 1, free_bytes=2**50)
+    options = PlacementOptions(resident_layers=0, activation_checkpointing_layers="all")
     peaks: dict[str, dict[str, int]] = {name: {} for name in [*PLACEMENTS, *QUANTIZED]}
     with tempfile.TemporaryDirectory() as folder:
         shape.make_config().save_pretrained(folder)
@@ -163,7 +164,7 @@ def plan_peaks(shape: Shape, device_type: str) -> dict[str, dict[str, int]]:
                 rows, tokens, device_type, loss="model", is_autocast=False, checkpointing=CHECKPOINTING
             )
             training = Training(microbatch, optimizer="sgd")
-            for row in plan_training(base, training, cluster, PlacementOptions(resident_layers=0)).rows:
+            for row in plan_training(base, training, cluster, options).rows:
                 name = row.placement.placement + (f"_{quantization}" if quantization else "")
                 # The plan has the adapter and its gradients; AdamW adds two states in the adapter's dtype.
                 if name in peaks:
