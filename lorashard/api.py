@@ -371,12 +371,16 @@ def _plan(
     try:
         plan = plan_here(base, Training(microbatch), device, options)
     except PlanError as error:
-        reason, chosen = f"{error}; taking shard, give placement for another", None
+        chosen: ResolvedPlacement | PlacementOptions
+        chosen = options.model_copy(update={"activation_checkpointing_layers": "all"})
+        lines = [f"placement: {error}; taking shard, give placement for another"]
     else:
-        reason, chosen = plan.reason, plan.choice.placement
+        chosen = plan.choice.placement
+        lines = [f"placement: {plan.reason}", *([str(plan.checkpointing)] if plan.checkpointing else [])]
     if dist.get_rank() == 0:
-        _logger.warning("placement: %s", reason)
-    return chosen or options
+        for line in lines:
+            _logger.warning("%s", line)
+    return chosen
 
 
 def _resolve(options: PlacementOptions | ResolvedPlacement) -> ResolvedPlacement:
