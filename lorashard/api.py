@@ -33,6 +33,7 @@ from .model.backward import end_backward_at_adapters
 from .model.checkpointing import checkpoint_some
 from .model.compiling import compile_layers, read_compile_options
 from .model.embeddings import is_resized
+from .model.fusing import Numerics, choose_numerics, put_liger_kernels, read_numerics
 from .model.homes import ShardedHomes, choose_resident
 from .model.loading import load_sharded
 from .model.lora_linear import spare_lora_steps
@@ -48,6 +49,7 @@ from .model.stacks import find_layers, name_units
 from .model.units import find_structure
 from .planning.auto import BaseModel, Training, plan_here
 from .planning.choose import PlanError
+from .planning.fusing import choose_for
 from .planning.inference import plan_inference
 from .planning.trace import Microbatch
 from .runtime import dist
@@ -73,6 +75,7 @@ def load(
     max_length: int | None = None,
     activation_checkpointing: bool = True,
     num_labels: int | None = None,
+    numerics: str | Numerics = "exact",
     torch_compile: bool | Mapping[str, Any] = False,
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
@@ -103,7 +106,9 @@ def load(
         max_length: the maximum sequence length, padding included.
         activation_checkpointing: whether the trainer will use it.
         num_labels: of sequence classification, 1 for a reward model; the default is the config's, mostly 2.
-        torch_compile: compile the `forward` of each decoder layer; or arguments of torch.compile, such as
+        numerics: `exact`, the kernels and the bits of plain PEFT; or `fused`, the faster ones that are possible on all
+            ranks, compiled layers or else Liger's, within a tolerance (docs/kernels.md): logged. Or a `Numerics`.
+        torch_compile: by hand, compile the `forward` of each decoder layer; or arguments of torch.compile, such as
             `{"mode": ..., "backend": ...}`. The trainer's own option would compile the sharding too.
         profile_steps: optimizer steps to trace on each rank, such as `3-5`, counted from 1. The traces and a summary
             are written when the last of them ends.
@@ -139,7 +144,9 @@ def load(
     meant = read_quantization(quantization)
     device = _join(device)
     dtype = _settle_dtype(dtype, device)
-    compiling = read_compile_options(torch_compile, device, meant)
+    path = str(model_name_or_path)
+    kernels = _settle_numerics(numerics, torch_compile, lambda: choose_for(path, revision, meant, device))
+    compiling = read_compile_options(torch_compile or kernels == "compile", device, meant)
     derived = None
     if is_derived(getattr(lora, "init_lora_weights", None)):
         derived = derive(
@@ -163,7 +170,8 @@ def load(
             checkpointing={} if activation_checkpointing else None,
             layer_rows=asked.layer_microbatch_size,
         )
-        asked = _plan(base, microbatch, device, asked)
+        is_fused = torch_compile is not False or kernels != "exact"
+        asked = _plan(base, Training(microbatch, is_fused=is_fused), device, asked)
     resolved = _resolve(asked)
     model = load_sharded(
         str(model_name_or_path),
@@ -180,7 +188,7 @@ def load(
         cache_quantized=cache_quantized,
         progress=progress,
     )
-    return _profiled(_finish(model, resolved, compiling, device), profiled, profile_dir)
+    return _profiled(_finish(model, resolved, compiling, device, kernels), profiled, profile_dir)
 
 
 def load_adapter(
@@ -262,6 +270,7 @@ def shard(
     *,
     device: torch.device | None = None,
     quantization: str | Quantization | None = None,
+    numerics: str | Numerics = "exact",
     torch_compile: bool | Mapping[str, Any] = False,
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
@@ -275,7 +284,7 @@ def shard(
         device: where this rank computes; the default is the GPU of its local rank, or the CPU.
         quantization: as for `load`. What PEFT has computed from the base already (DoRA's magnitudes, modules that
             train) stays as it is.
-        torch_compile, profile_steps, profile_dir: as for `load`.
+        numerics, torch_compile, profile_steps, profile_dir: as for `load`.
         **placement_options: as for `load`.
 
     Raises:
@@ -301,7 +310,9 @@ def shard(
         check_config(config, is_in_memory=True, quantization=meant)
     check_unquantized(model, base_test(model))
     device = _join(device)
-    compiling = read_compile_options(torch_compile, device, meant)
+    model_type = getattr(getattr(model.get_base_model(), "config", None), "model_type", None)
+    kernels = _settle_numerics(numerics, torch_compile, lambda: choose_numerics(device, model_type, meant))
+    compiling = read_compile_options(torch_compile or kernels == "compile", device, meant)
     resolved = _resolve(options)
     name_units(model, resolved.unit_paths)
     structure = find_structure(model, base_test(model))
@@ -311,7 +322,7 @@ def shard(
     make_home = ShardedHomes(resolved.placement == "host", group, device, MemorySource(), resident, HostCopies(device))
     shard_structure(model, structure, make_home, group, device, resolved.prefetch, is_resized(model))
     remember_quantization(model, meant)
-    return _profiled(_finish(model.to(device), resolved, compiling, device), profiled, profile_dir)
+    return _profiled(_finish(model.to(device), resolved, compiling, device, kernels), profiled, profile_dir)
 
 
 def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Path) -> PeftModel:
@@ -321,8 +332,14 @@ def _profiled(model: PeftModel, steps: tuple[int, int] | None, folder: str | Pat
 
 
 def _finish(
-    model: PeftModel, resolved: ResolvedPlacement, compiling: Mapping[str, Any] | None, device: torch.device
+    model: PeftModel,
+    resolved: ResolvedPlacement,
+    compiling: Mapping[str, Any] | None,
+    device: torch.device,
+    kernels: str = "exact",
 ) -> PeftModel:
+    if kernels == "liger":
+        put_liger_kernels(model)
     if compiling is not None:
         base = base_of(model)
         check_compiling(base.quantization if base else None)  # files that are quantized already
@@ -365,11 +382,24 @@ def _settle_dtype(asked: torch.dtype | str, device: torch.device) -> torch.dtype
     return dtype
 
 
+def _settle_numerics(
+    asked: str | Numerics, torch_compile: bool | Mapping[str, Any], choose: Callable[[], Numerics]
+) -> str:
+    """Return the kernels of decoder layers, as in `Numerics`; rank 0 logs what `fused` became.
+
+    Ranks: as `read_numerics`.
+    """
+    numerics = read_numerics(asked, torch_compile, choose)
+    if asked == "fused" and dist.get_rank() == 0:
+        _logger.warning("numerics: %s", numerics)
+    return numerics.kernels
+
+
 def _plan(
-    base: BaseModel, microbatch: Microbatch, device: torch.device, options: PlacementOptions
+    base: BaseModel, training: Training, device: torch.device, options: PlacementOptions
 ) -> ResolvedPlacement | PlacementOptions:
     try:
-        plan = plan_here(base, Training(microbatch), device, options)
+        plan = plan_here(base, training, device, options)
     except PlanError as error:
         chosen: ResolvedPlacement | PlacementOptions
         chosen = options.model_copy(update={"activation_checkpointing_layers": "all"})

@@ -39,6 +39,9 @@ class AdapterOptions(QuantizationOptions):
     list of names."""
     loraplus_lr_ratio: float | None = Field(default=None, ge=1)
     """LoRA+: the learning rate of LoRA's B is this many times that of A, which is learning_rate."""
+    numerics: Literal["exact", "fused"] = "exact"
+    """`exact`: the kernels and the bits of plain PEFT, unless others are chosen by hand below. `fused`: compiled
+    decoder layers or, where these are not possible, Liger's kernels: faster, within a tolerance (docs/kernels.md)."""
     torch_compile: bool = False
     """Compile the forward of each decoder layer: docs/kernels.md."""
     torch_compile_backend: str | None = None
@@ -58,6 +61,12 @@ class AdapterOptions(QuantizationOptions):
         check_initialization(self.init_lora_weights, quantization.format if quantization else None, is_new=True)
         if self.compile_options() is not False:
             check_compiling(quantization)
+            if self.numerics == "fused":
+                raise ConfigError(
+                    "fused chooses the kernels, and torch_compile does too",
+                    option="numerics",
+                    fix="leave it or torch_compile out",
+                )
         is_known = self.init_lora_weights in (True, False, "gaussian", "orthogonal", "loftq")
         if not is_known and not is_derived(self.init_lora_weights):
             raise ConfigError(

@@ -24,6 +24,7 @@ def group_options() -> dict[str, tuple[str, ...]]:
     data = [name for name in DataOptions.model_fields if name != "dataset"]
     is_shared = {name: name not in METHODS["dpo"].absent_options for name in data}
     adapter = [name for name in AdapterOptions.model_fields if name not in QuantizationOptions.model_fields]
+    kernels = [name for name in adapter if name == "numerics" or name.startswith("torch_compile")]
     return {
         "The run": ("model_name_or_path", "method", "dataset", "output_dir", "overwrite_output_dir", "queue")
         + ("global_batch_size", "profile_steps"),
@@ -33,8 +34,8 @@ def group_options() -> dict[str, tuple[str, ...]]:
         "Base and ranks": tuple(BaseOptions.model_fields),
         "Chat": ("chat_template_path", "eos_token"),
         "Evaluation": ("early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
-        "LoRA": tuple(name for name in adapter if not name.startswith("torch_compile")),
-        "Compilation": tuple(name for name in adapter if name.startswith("torch_compile")),
+        "LoRA": tuple(name for name in adapter if name not in kernels),
+        "Kernels": tuple(kernels),
         "Rewards": ("reward_funcs", "reward_model_name_or_path"),
         "Data": tuple(name for name in data if is_shared[name]),
         "Data of sft": tuple(name for name in data if not is_shared[name]),

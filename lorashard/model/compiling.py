@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._triton import has_triton
 from transformers import modeling_layers
 from transformers.cache_utils import Cache
 
@@ -63,8 +64,9 @@ def read_compile_options(
         torch.compile(_nothing, **options)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(" ".join(str(error).split()), option="torch_compile") from error
-    if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
-        _check_cpp_compiler()
+    lack = find_inductor_lack(device) if options.get("backend", "inductor") == "inductor" else None
+    if lack is not None:
+        raise ConfigError(lack, option="torch_compile", fix="install it, or leave torch_compile out")
     return options
 
 
@@ -72,18 +74,18 @@ def _nothing() -> None:
     pass
 
 
-def _check_cpp_compiler() -> None:
+def find_inductor_lack(device: torch.device) -> str | None:
+    """Return what torch's inductor needs for `device` and does not find, or None."""
+    if device.type == "cuda":
+        return None if has_triton() else "torch's inductor needs Triton, and a GPU of compute capability 7.0 or more"
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise ConfigError(
-            "torch's inductor needs a C++ compiler for the CPU, and finds none",
-            option="torch_compile",
-            fix="install g++, name one in CXX, or leave torch_compile out",
-        ) from error
+    except InvalidCxxCompiler:
+        return "torch's inductor needs a C++ compiler for the CPU, g++ or the one that CXX names, and finds none"
+    return None
 
 
 def compile_layers(layers: Iterable[nn.Module], options: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ Note [Patches]
     | class of the outermost module: DDP's list of ignored names | `sharding.py` | the list follows added adapters |
     | class of each decoder layer: `__call__` | `backward.py` | layers below the lowest that trains have no gradients |
     | class of each decoder layer: `forward` | `compiling.py` | it is compiled, and its hooks are not |
+    | norms and MLPs: `forward` | `fusing.py`, by Liger | Liger's kernels compute them |
     | class of each decoder layer: `__call__` | `micro_batching.py` | old transformers do not checkpoint around hooks |
     | each decoder layer: `forward` | `micro_batching.py` | a batch runs in pieces |
     | class of each `lora.Linear`: `forward` | `lora_linear.py` | what cannot change its bits is not computed |

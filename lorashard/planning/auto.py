@@ -21,6 +21,7 @@ from ..runtime.progress import told_work
 from ..weights.stored_formats import StoredFormat, settle_quantization
 from .choose import Plan, agree_on_plan, make_plan, name_placement
 from .costs import Workload
+from .fusing import describe_gain, fuse_workload
 from .hardware import Cluster
 from .probe import measure_free_bytes, probe, recall_hardware
 from .size import ModelSize, build_meta_model, compare_with_headers, find_stored, measure_model
@@ -85,12 +86,14 @@ class Training:
     Attributes:
         optimizer: transformers' name of it.
         dataset_tokens: of all epochs, if known.
+        is_fused: whether decoder layers are compiled, or what `numerics: fused` makes of them.
     """
 
     microbatch: Microbatch
     accumulation_steps: int = 1
     optimizer: str = "adamw_torch_fused"
     dataset_tokens: int | None = None
+    is_fused: bool = False
 
 
 def plan_training(
@@ -119,7 +122,11 @@ def plan_training(
     # files do not have the numbers of parameters.
     difference = compare_with_headers(size, base.revision) if given is None and stored is None else None
     notes = [*notes, *(note for note in (stored, difference) if note)]
-    plan = make_plan(size, workload, cluster, options, notes, given)
+    is_fused = training.is_fused and size.quantization is None
+    plan = make_plan(size, fuse_workload(workload) if is_fused else workload, cluster, options, notes, given)
+    if plan.chosen is not None:
+        gain = describe_gain(size, workload, cluster, plan.choice.placement, is_fused)
+        plan = replace(plan, notes=(*plan.notes, gain))
     # Files that are quantized already are kept in their format.
     is_open = base.quantization is None or (stored is None and base.quantization.format != "nf4")
     if plan.chosen is None and is_open:

@@ -100,6 +100,7 @@ def describe_training(
         accumulation_steps=options["gradient_accumulation_steps"],
         optimizer=str(getattr(optimizer, "value", optimizer)),
         dataset_tokens=round(epoch_tokens * options["num_train_epochs"]) if epoch_tokens else None,
+        is_fused=config.numerics == "fused" or config.compile_options() is not False,
     )
 
 

@@ -200,6 +200,15 @@ def find_stored(model_name_or_path: str, revision: str | None = None) -> StoredF
     return find_stored_format(read_config_json(_find_config(model_name_or_path, revision)), model_name_or_path)
 
 
+def find_model_type(model_name_or_path: str, revision: str | None = None) -> str | None:
+    """Return the `model_type` of a model's config.
+
+    Raises:
+        CheckpointError: the config cannot be found.
+    """
+    return read_config_json(_find_config(model_name_or_path, revision)).get("model_type")
+
+
 def find_stored_dtype(model_name_or_path: str, revision: str | None = None) -> str | None:
     """Return the name of the dtype of a model's files, by its config; None where it has none.
 

@@ -217,14 +217,27 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
     def enter_layers(gradient: torch.Tensor) -> None:
         seen["head_backward_bytes"] = tracker.take_peak()
 
-    handle = stack[-1].register_forward_hook(leave_layers)
+    def end_run(module: nn.Module, *_: Any) -> None:
+        tracker.end_run()  # each layer is compiled alone
+
+    def end_layer(module: nn.Module, args: Any, output: Any) -> None:
+        tracker.end_run()
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: tracker.end_run())
+
+    handles = [stack[-1].register_forward_hook(leave_layers)]
+    handles += [layer.register_forward_pre_hook(end_run) for layer in stack]
+    handles += [layer.register_forward_hook(end_layer) for layer in stack]
     try:
         with tracker:
             loss = _compute_loss(model, batch, microbatch)
             seen["head_forward_bytes"] = tracker.take_peak()
+            tracker.end_run()
             forward = tracker.work
             _run_backward(loss)
             seen["layers_backward_bytes"] = tracker.take_peak()
+            tracker.end_run()
     except RuntimeError as error:
         raise ConfigError(
             f"it cannot be planned, since its forward needs the values of tensors ({str(error).splitlines()[0]})",
@@ -232,7 +245,8 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
             fix="give a placement other than auto",
         ) from error
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return _Run(**seen, workspace_bytes=tracker.workspace_bytes, forward=forward, backward=tracker.work - forward)
 
 

@@ -7,7 +7,7 @@ counts neither bytes moved nor kernels. The formulas of the latter are used here
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -26,7 +26,21 @@ _ATTENTION = (
 )
 
 # These copy no values.
-_BOOKKEEPING = {_aten.detach.default, _aten.alias.default}
+_BOOKKEEPING = {_aten.detach.default, _aten.alias.default, _aten._unsafe_view.default}
+# Not pointwise by torch's tags, and fused all the same: copies, and what reduces the rows of a norm or of attention.
+_FUSED_TOO = {
+    _aten._to_copy,
+    _aten.copy_,
+    _aten.cat,
+    _aten.slice_backward,
+    _aten.native_dropout,
+    _aten.mean,
+    _aten.sum,
+    _aten._softmax,
+    _aten._softmax_backward_data,
+    _aten.native_layer_norm,
+    _aten.native_layer_norm_backward,
+}
 
 
 class Amounts:
@@ -45,11 +59,17 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Work(Amounts):
-    """What a device has to do: matmul operations, bytes that everything but large matmuls moves, kernels to start."""
+    """What a device has to do: matmul operations, bytes that everything but large matmuls moves, kernels to start.
+
+    Attributes:
+        fusible_bytes, fusible_kernels: those of them that go where elementwise operations are fused (`ElementwiseRun`).
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     num_kernels: float = 0.0
+    fusible_bytes: float = 0.0
+    fusible_kernels: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,49 @@ class Unpacking:
     temporary_bytes: int
     work: Work
     item: Unpacking | None = None
+
+
+class ElementwiseRun:
+    """Elementwise operations with none of another kind between them, which a compiler makes one kernel of.
+
+    That kernel reads what was there before once, and writes what is still there when the run ends: for the next
+    operation, or for backward. The rest stays in registers. The model is inductor's "vertical" fusion (PyTorch 2,
+    Ansel et al., 2024), without what it recomputes in backward to save less, and without runs it moves together.
+    """
+
+    def __init__(self) -> None:
+        self._moved_bytes = 0
+        self._num_kernels = 0
+        self._read_bytes: dict[int, int] = {}
+        self._made_bytes: dict[int, int] = {}
+
+    def add(self, used: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
+        """Note one operation by the tensors that it reads and writes."""
+        self._num_kernels += 1
+        for tensor in used:
+            storage = tensor.untyped_storage()
+            self._moved_bytes += tensor.nbytes
+            if storage._cdata not in self._made_bytes:
+                read_bytes = self._read_bytes.get(storage._cdata, 0) + tensor.nbytes
+                self._read_bytes[storage._cdata] = min(read_bytes, storage.nbytes())
+        for tensor in made:
+            self._moved_bytes += tensor.nbytes
+            self._made_bytes[tensor.untyped_storage()._cdata] = tensor.nbytes
+
+    def count_fusible(self, live: Container[int]) -> Work:
+        """Return what one kernel does less than the operations do.
+
+        Args:
+            live: the storages that are there now.
+        """
+        written_bytes = sum(num_bytes for key, num_bytes in self._made_bytes.items() if key in live)
+        fusible_bytes = self._moved_bytes - sum(self._read_bytes.values()) - written_bytes
+        return Work(fusible_bytes=max(0, fusible_bytes), fusible_kernels=max(0, self._num_kernels - 1))
+
+
+def is_elementwise(func: Any) -> bool:
+    """Return whether a compiler fuses an operation with elementwise ones before and after it."""
+    return torch.Tag.pointwise in func.tags or func._overloadpacket in _FUSED_TOO
 
 
 class Tracker(TorchDispatchMode):
@@ -101,6 +164,7 @@ class Tracker(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.work = Work()
+        self._run = ElementwiseRun()
         self._num_bytes: dict[int, int] = {}
         for tensor in ignored:
             self._num_bytes[tensor.untyped_storage()._cdata] = 0
@@ -110,10 +174,17 @@ class Tracker(TorchDispatchMode):
         peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak_bytes
 
+    def end_run(self) -> None:
+        """Count what fusing the elementwise operations since the last others removes; the next begin another run."""
+        self.work += self._run.count_fusible(self._num_bytes)
+        self._run = ElementwiseRun()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if not (func.is_view or func in _BOOKKEEPING or is_elementwise(func)):
+            self.end_run()  # before it runs, while what it reads is there
         if self._unpackings and not func.is_view and func not in _BOOKKEEPING:
             self._unpack(tree_leaves((args, kwargs)))
         output = func(*args, **kwargs)
@@ -158,6 +229,8 @@ class Tracker(TorchDispatchMode):
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         moved_bytes = sum(tensor.nbytes for tensor in used + made)
         flops = _count_flops(func, args, kwargs, output)
+        if is_elementwise(func):
+            self._run.add(used, made)
         is_thin = flops < moved_bytes * _MIN_FLOPS_PER_BYTE
         self.work += Work(flops, moved_bytes if is_thin else 0, 1)
 

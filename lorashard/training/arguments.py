@@ -29,6 +29,12 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
     if use_cpu and config.trainer_options.get("activation_offloading"):
         raise _refuse_on_cpu("activation_offloading", "it moves activations from a GPU")
     if config.trainer_options.get("use_liger_kernel"):
+        if config.numerics == "fused":
+            raise ConfigError(
+                "fused chooses the kernels, and use_liger_kernel does too",
+                option="numerics",
+                fix="leave it or use_liger_kernel out",
+            )
         if use_cpu:
             raise _refuse_on_cpu("use_liger_kernel", "Liger's kernels run on GPUs")
         if not is_liger_kernel_available():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 from ..config.run_config import RunConfig
 from ..data.prepare import Prepared
 from ..errors import CheckpointError, ConfigError
+from ..model.fusing import Numerics
 from ..runs.checkpoints import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest, read_step, verify
 from ..runtime import dist
 from .resume_request import check_afresh
@@ -32,7 +33,7 @@ class Facts:
     """What decides which rows a step of the run has, and what a checkpoint holds.
 
     `rows_per_epoch` are those that all ranks together draw, with what fills the last batches; None where TRL's own
-    sampler draws prompts. `dtype` is None in checkpoints from before `dtype: auto`.
+    sampler draws prompts. `dtype` is None in checkpoints from before `dtype: auto`, `numerics` in those from before it.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Facts:
     schedule: dict[str, Any]
     is_resumable: bool
     dtype: str | None = None
+    numerics: str | None = None
 
     @classmethod
     def read(cls, manifest: Manifest) -> Facts:
@@ -62,8 +64,11 @@ class Facts:
             ) from error
 
 
-def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared) -> Facts:
+def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared, numerics: str) -> Facts:
     """Return what the checkpoints of this run say about it.
+
+    Args:
+        numerics: from `name_kernels`.
 
     Ranks: collective over all ranks: rank 0 reads the prepared rows.
     """
@@ -88,6 +93,7 @@ def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prep
         schedule={name: getattr(arguments, name) for name in _SCHEDULE} | {"optim": str(arguments.optim)},
         is_resumable=not arguments.save_only_model,
         dtype=config.dtype,
+        numerics=numerics,
     )
 
 
@@ -166,9 +172,20 @@ def _find_problem(checkpoint: Path, is_writer: bool) -> str | None:
     return next((problem for problem in dist.gather_objects(problem) if problem), None)
 
 
-def read_saved_dtype(checkpoint: Path) -> str | None:
-    """Return the dtype that a checkpoint was computed in; None where it does not say."""
-    return Facts.read(read_manifest(checkpoint)).dtype if (checkpoint / MANIFEST_NAME).exists() else None
+def read_saved_facts(checkpoint: Path | None) -> dict[str, Any]:
+    """Return the fields of `Facts` of a checkpoint; none where there is no checkpoint, or it does not say."""
+    if checkpoint is None or not (checkpoint / MANIFEST_NAME).exists():
+        return {}
+    return asdict(Facts.read(read_manifest(checkpoint)))
+
+
+def name_kernels(config: RunConfig, numerics: Numerics) -> str:
+    """Return the kernels of decoder layers, as `Numerics` names them, whether chosen by hand or by `fused`."""
+    by_hand = {
+        "compile": config.compile_options() is not False,
+        "liger": bool(config.trainer_options.get("use_liger_kernel")),
+    }
+    return " and ".join(name for name, is_chosen in by_hand.items() if is_chosen) or numerics.kernels
 
 
 def check_resume(
@@ -208,8 +225,9 @@ def check_resume(
             f"{', '.join(changed)}: the optimizer and the schedule continue from their states in {name}, so of these "
             "the number of steps alone counts from here on, and the learning rate bends there"
         )
-    if saved.dtype is not None and saved.dtype != facts.dtype:
-        log(f"dtype {facts.dtype} for {saved.dtype}, as asked: the steps after {name} are not those that it would have")
+    for option, before, now in (("dtype", saved.dtype, facts.dtype), ("numerics", saved.numerics, facts.numerics)):
+        if before not in (None, now):
+            log(f"{option} {now} for {before}, as asked: the steps after {name} are not those that it would have")
     if arguments.ignore_data_skip:
         return saved.world_size
     if (saved.data_sha256, saved.num_rows) != (facts.data_sha256, facts.num_rows):

@@ -23,11 +23,13 @@ from ..data.prepare import Prepared, prepare
 from ..data.tokenizer import load_tokenizer
 from ..errors import ConfigError, RunStopped, TrainingError, UserError
 from ..export.save import check_adapter, save_adapter
+from ..model.fusing import Numerics
 from ..model.loftq import make_lora
 from ..model.sharding import base_of, engine_of
 from ..planning.auto import Training, plan_given, plan_here
 from ..planning.choose import Plan, PlanError, explained_planning
 from ..planning.costs import Row
+from ..planning.fusing import choose_for
 from ..planning.run_plan import describe_base, describe_training, settle_dtype_here
 from ..runs.checkpoints import clear_leftovers, delete, list_checkpoints, read_step, set_aside
 from ..runs.folder import Run
@@ -47,7 +49,7 @@ from .loraplus import make_loraplus_optimizer
 from .meter import RankMeter
 from .nodes import check_nodes
 from .nonfinite import NonfiniteRule
-from .resume import check_resume, choose_checkpoint, describe_run, read_saved_dtype
+from .resume import check_resume, choose_checkpoint, describe_run, name_kernels, read_saved_facts
 from .resume_request import check_wanted, read_progress
 from .rewards import Reward, check_reward_model, load_rewards
 from .trainer import RunHooks, make_checkpointing
@@ -106,13 +108,14 @@ def _finetune(
     checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, run.emit, log)
     config = settle_dtype(config, device, checkpoint, log)
     arguments = build_arguments(config, is_cpu_requested())
+    numerics = settle_numerics(config, device, checkpoint, log)
     dist.set_timeout(arguments.ddp_timeout)
     rewards = load_rewards(config.reward_funcs or [], config.reward_model_name_or_path)
     if config.reward_model_name_or_path is not None:
         check_reward_model(config.reward_model_name_or_path, config.trust_remote_code)
     raise_on_all_ranks(lambda: check_checkpoint(checkpoint) if checkpoint else None)
     is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
-    facts = describe_run(config, arguments, prepared)
+    facts = describe_run(config, arguments, prepared, name_kernels(config, numerics))
     hooks = RunHooks(
         stop=stop,
         facts=asdict(facts),
@@ -134,7 +137,7 @@ def _finetune(
     )
     placement, plan = _place(config, prepared, device, run, log)
     set_seed(arguments.seed)
-    model, base_bytes = _load(config, placement, run, log)
+    model, base_bytes = _load(config, placement, numerics, run, log)
     if checkpoint is not None:
         base = base_of(model)
         assert base is not None
@@ -201,7 +204,7 @@ def settle_dtype(
     """
     if config.dtype != "auto":
         return config
-    saved = dist.broadcast_object(raise_on_all_ranks(lambda: read_saved_dtype(checkpoint) if checkpoint else None))
+    saved = dist.broadcast_object(raise_on_all_ranks(lambda: read_saved_facts(checkpoint).get("dtype")))
     if saved is not None:
         log(f"dtype: {saved}, as before {checkpoint}")
         return config.with_dtype(saved)
@@ -211,8 +214,35 @@ def settle_dtype(
     return config
 
 
+def settle_numerics(
+    config: RunConfig, device: torch.device, checkpoint: Path | None, log: Callable[[str], None]
+) -> Numerics:
+    """Return what `numerics` becomes on these ranks. A run that is fused continues with the kernels that it began with.
+
+    Args:
+        checkpoint: that the run resumes from.
+
+    Raises:
+        ConfigError: fused is not possible, or not with the kernels that the run began with.
+
+    Ranks: collective over all ranks.
+    """
+    if config.numerics == "exact":
+        return Numerics()
+    saved = dist.broadcast_object(raise_on_all_ranks(lambda: read_saved_facts(checkpoint).get("numerics")))
+    before = saved if saved in ("compile", "liger") else None
+    quantization = config.resolve_quantization()
+    numerics = choose_for(config.model_name_or_path, config.model_revision, quantization, device, before)
+    log(f"numerics: {numerics}")
+    return numerics
+
+
 def _load(
-    config: RunConfig, placement: PlacementOptions | ResolvedPlacement, run: Run, log: Callable[[str], None]
+    config: RunConfig,
+    placement: PlacementOptions | ResolvedPlacement,
+    numerics: Numerics,
+    run: Run,
+    log: Callable[[str], None],
 ) -> tuple[PeftModel, int]:
     """Return the model with its adapter, and how many bytes the whole base takes."""
     begin_s = time.perf_counter()
@@ -223,6 +253,7 @@ def _load(
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
+        numerics=numerics,
         torch_compile=config.compile_options(),
         quantization=config.resolve_quantization(),
         cache_quantized=config.cache_quantized,

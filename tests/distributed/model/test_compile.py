@@ -23,7 +23,7 @@ import lorashard
 from lorashard.errors import ConfigError
 from lorashard.model.compiling import compile_layers, read_compile_options
 
-CPU_BUDGET_S = 90  # torch compiles
+CPU_BUDGET_S = 105  # torch compiles
 Results = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 # What torch.compile traces and differentiates, run by the kernels of eager mode: every bit can be compared.
@@ -109,24 +109,31 @@ def test_compiled_models_are_used_and_saved_as_others(tmp_path):
     assert torch.equal(restored(**make_batch()).logits, expected(**make_batch()).logits)
 
 
-def compare_inductor(rank: int) -> tuple[list[str], float]:
-    """Return what differs from the same layers compiled unsharded, and how far the loss is from the uncompiled one."""
-    options = dict(checkpointing="non-reentrant", target_modules=["q_proj", "down_proj"])
-    plain = train(build_model(**options), (12,))
+def compare_fused(rank: int, dtype: torch.dtype) -> tuple[list[str], float]:
+    """Return what differs from the same layers compiled unsharded, and how far the farthest is from exact numerics.
+
+    The second, of the loss and each gradient, is the largest difference by the largest value. In bfloat16 it is alone.
+    """
+    options = dict(checkpointing="non-reentrant", target_modules=["q_proj", "down_proj"], dtype=dtype)
+    exact = train(build_model(**options), (12,))
+    fused = train(lorashard.shard(build_model(**options), "host", numerics="fused"), (12,))
+    distance = max(float((fused[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact)
+    if dtype == torch.bfloat16:
+        return [], distance
     model = build_model(**options)
     compile_layers(model.get_base_model().model.layers, read_compile_options(True, CPU))
-    unsharded = train(model, (12,))
-    sharded = train(lorashard.shard(build_model(**options), "host", torch_compile=True), (12,))
-    loss = max(float((sharded[name] - plain[name]).abs()) for name in plain if name.endswith("loss"))
-    return find_differences(sharded, unsharded), loss
+    return find_differences(fused, train(model, (12,))), distance
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_gradients_of_the_same_code_unsharded_and_the_same_loss(tmp_path, monkeypatch):
-    """Catches a weight of another unit in code that torch's own compiler makes: against eager it rounds otherwise."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_fused_gives_the_gradients_of_the_same_code_unsharded_within_its_tolerance(
+    dtype, tolerance, tmp_path, monkeypatch
+):
+    """Catches a weight of another unit in code that torch's own compiler makes, and `fused` that computes as exact."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not code that was made for other instructions
-    [(wrong, loss)] = run_ranks(compare_inductor, 1)
-    assert wrong == [] and loss < 1e-5
+    [(wrong, distance)] = run_ranks(compare_fused, 1, dtype)
+    assert wrong == [] and 0 < distance < tolerance
 
 
 class Adapted(nn.Module):
@@ -176,10 +183,9 @@ def test_what_torch_refuses_is_refused_before_anything_is_loaded(options, messag
     assert caught.value.option == "torch_compile"
 
 
-def test_inductor_without_a_compiler_is_refused(monkeypatch):
+def test_inductor_without_a_compiler_is_refused():
     """Catches a page of generated code as the answer to a missing g++."""
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match="g\\+\\+"):
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ConfigError, match="g\\+\\+"):
         read_compile_options(True, CPU)
     assert read_compile_options({"backend": "aot_eager"}, CPU) == {"backend": "aot_eager"}
 

@@ -67,6 +67,16 @@ def test_what_decides_the_steps_must_be_as_it_was(tmp_path, change, option, expe
         assert check_resume(same[0], skipping, checkpoint, replace(SAVED, **change), pytest.fail) == 2
 
 
+def test_other_numerics_are_told(tmp_path):
+    """Catches steps that differ from those of an uninterrupted run, without a word; old checkpoints do not say."""
+    saved = replace(SAVED, numerics="compile")
+    told: list[str] = []
+    same = [make_config(tmp_path), make_arguments()]
+    assert check_resume(*same, save(tmp_path, 4, saved), replace(saved, numerics="exact"), told.append) == 2
+    assert len(told) == 1 and "numerics exact for compile, as asked" in told[0]
+    check_resume(*same, save(tmp_path, 5), saved, pytest.fail)
+
+
 @pytest.mark.parametrize(
     "step, max_steps, is_refused", [(1, 2, False), (1, 3, True), (3, 5, False), (3, 6, True), (5, 5, False)]
 )
