@@ -42,6 +42,11 @@ RUNS = {
         {"placement": "replicate", "activation_checkpointing_layers": "auto"},
         "trl_saving",
     ),
+    "finetune_fused": Run(
+        "finetune, `replicate`, `activation_checkpointing_layers: auto`, `numerics: fused`",
+        {"placement": "replicate", "activation_checkpointing_layers": "auto", "numerics": "fused"},
+        "trl_saving",
+    ),
     "trl": Run("TRL and plain PEFT"),
     "finetune_nf4": Run("finetune, `replicate`, nf4", {"placement": "replicate", "quantization": "nf4"}, "trl_nf4"),
     "finetune_host": Run("finetune, `host`", {"placement": "host"}, "trl"),
