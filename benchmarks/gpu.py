@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import sys
 import tempfile
@@ -72,6 +73,7 @@ NEMO_TOKENS_PER_S = 12_473
 
 def main() -> None:
     args = parse_args()
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer takes all that it sees
     if args.table:
         print(make_tables(json.loads(args.table.read_text())))
         return
@@ -278,7 +280,7 @@ def add_comparisons(rows: dict[str, Any]) -> None:
     """Add to each row's batches what only shows beside the plan, the link, and the row without lorashard."""
     for name, row in rows.items():
         plain = rows.get((RUNS[name].plain or name) if name in RUNS else "peft", {})
-        is_comparable = plain.get("key", {}).get("device") == row.get("key", {}).get("device")
+        is_comparable = all(plain.get("key", {}).get(part) == row["key"][part] for part in ("device", "versions"))
         link_bytes_per_s = row.get("link", {}).get("host_to_device_bytes_per_s")
         for tokens, own in row.get("batches", {}).items():
             if "step_s" not in own:

@@ -1,10 +1,11 @@
 """The engine: a sharded, frozen base under torch modules. Knows torch only, nothing of Hugging Face.
 
-Reading order: layout, copies, home, placeholder, slots, streams, unit, schedule, autograd, engine.
+Reading order: layout, file_range, copies, home, placeholder, slots, streams, unit, schedule, autograd, engine.
 """
 
 from .copies import HostCopies
 from .engine import Engine
+from .file_range import FileRange, HostBytes, OpenFile
 from .home import DeviceHome, FileHome, Home, HostHome
 from .layout import Layout, Part, Piece, plan_layout
 from .placeholder import FrozenWeight, Placeholder
@@ -16,11 +17,14 @@ __all__ = [
     "DeviceHome",
     "Engine",
     "FileHome",
+    "FileRange",
     "FrozenWeight",
     "Home",
+    "HostBytes",
     "HostCopies",
     "HostHome",
     "Layout",
+    "OpenFile",
     "Owner",
     "Part",
     "Piece",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +17,15 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime.dist import Work
+from .file_range import FileRange, HostBytes
 from .queues import Event, Queues
 
-RING_BUFFERS = 4
-RING_BUFFER_BYTES = 16 * 2**20
+# A device empties half of the ring while its readers fill the other.
+RING_READERS = 4
+RING_BUFFERS = 2 * RING_READERS
+RING_BUFFER_BYTES = 4 * 2**20  # all of them fit into the cache of a server's CPU, from which a device reads too
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+Pairs = Sequence[tuple[torch.Tensor, HostBytes]]
 
 _logger = logging.getLogger(__name__)
 
@@ -27,8 +33,8 @@ _logger = logging.getLogger(__name__)
 class HostCopies:
     """Starts copies of host memory to one device.
 
-    Pinned memory is copied by the device itself. Pageable memory goes through a ring of pinned buffers, which a thread
-    fills, so that the thread that computes is not held up. On a CPU a copy is done when `start` returns.
+    Pinned memory is copied by the device itself. Pageable memory and files go through a ring of pinned buffers, which
+    threads fill, so that the thread that computes is not held up. On a CPU a copy is done when `start` returns.
 
     Memory: on CUDA, RING_BUFFERS * RING_BUFFER_BYTES of pinned memory once there is something to copy.
     """
@@ -85,15 +91,22 @@ class HostCopies:
     def start(self, pairs: Pairs) -> Work:
         """Start copying each (target, source) of uint8, behind what the current stream was given so far.
 
+        Raises:
+            CheckpointError: a file is shorter than it was, or cannot be read; raised by `wait` where a thread finds it.
+
         Ranks: local.
         Memory: none beside the ring.
         """
         if self._queues is None:
             for target, source in pairs:
-                target.copy_(source)
+                if isinstance(source, FileRange):
+                    source.read_into(target)
+                else:
+                    target.copy_(source)
             return _Copies()
-        if all(self._queues.is_pinned(source) for _, source in pairs):
-            for target, source in pairs:
+        in_memory = [(target, source) for target, source in pairs if isinstance(source, torch.Tensor)]
+        if len(in_memory) == len(pairs) and all(self._queues.is_pinned(source) for _, source in in_memory):
+            for target, source in in_memory:
                 self._queues.copy(target, source)
             return _Copies(partial(self._queues.wait, self._queues.record()))
         self.prepare()
@@ -117,6 +130,8 @@ class _Copies:
 
 
 class _PinnedRing:
+    """Buffers in turn: `RING_READERS` threads fill them, and one more gives the device their copies, in order."""
+
     @torch.inference_mode(False)  # the thread could not write into buffers that were made in that mode
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
@@ -125,31 +140,65 @@ class _PinnedRing:
         self._events: list[Event | None] = [None] * RING_BUFFERS
         self._next = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lorashard-copies")
+        self._readers = ThreadPoolExecutor(RING_READERS, thread_name_prefix="lorashard-reads")
 
     def start(self, pairs: Pairs) -> Work:
         last = self._thread.submit(self._copy, pairs, self._queues.record())
         return _Copies(lambda: self._queues.wait(last.result()))  # when the thread has started the last copy
 
     def _copy(self, pairs: Pairs, ready: Event) -> Event:
+        filling: deque[_Filling] = deque()
         with self._queues.on(self._queue):
             self._queues.wait(ready)
-            for target, source in pairs:
-                for begin in range(0, len(source), RING_BUFFER_BYTES):
-                    self._copy_piece(
-                        target[begin : begin + RING_BUFFER_BYTES], source[begin : begin + RING_BUFFER_BYTES]
-                    )
+            try:
+                for target, source in _cut(pairs):
+                    if len(filling) == RING_READERS:
+                        self._send(filling.popleft())
+                    filling.append(self._fill(target, source))
+                while filling:
+                    self._send(filling.popleft())
+            finally:
+                wait([left.done for left in filling])  # after an error: the next to fill these buffers must be alone
             return self._queues.record()
 
-    def _copy_piece(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _fill(self, target: torch.Tensor, source: HostBytes) -> _Filling:
         index = self._next
         self._next = (index + 1) % RING_BUFFERS
         event = self._events[index]
         if event is not None:
             event.synchronize()  # the device has read what the buffer held
         buffer = self._buffers[index][: len(source)]
-        buffer.copy_(source)
-        self._queues.copy(target, buffer)
-        self._events[index] = self._queues.record()
+        return _Filling(index, buffer, target, self._readers.submit(_read, buffer, source))
+
+    def _send(self, filled: _Filling) -> None:
+        filled.done.result()
+        self._queues.copy(filled.target, filled.buffer)
+        self._events[filled.index] = self._queues.record()
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """A buffer that a reader fills for a target."""
+
+    index: int
+    buffer: torch.Tensor
+    target: torch.Tensor
+    done: Future[None]
+
+
+def _cut(pairs: Pairs) -> Iterator[tuple[torch.Tensor, HostBytes]]:
+    """Yield the pairs in pieces, none longer than a buffer."""
+    for target, source in pairs:
+        for begin in range(0, len(source), RING_BUFFER_BYTES):
+            end = begin + RING_BUFFER_BYTES
+            yield target[begin:end], source[begin:end]
+
+
+def _read(buffer: torch.Tensor, source: HostBytes) -> None:
+    if isinstance(source, FileRange):
+        source.read_into(buffer)
+    else:  # torch's copy would start as many threads as there are cores, beside each reader
+        ctypes.memmove(buffer.data_ptr(), source.data_ptr(), len(source))
 
 
 def allocate_host(num_bytes: int, queues: Queues | None) -> tuple[torch.Tensor, str | None]:
@@ -163,4 +212,6 @@ def allocate_host(num_bytes: int, queues: Queues | None) -> tuple[torch.Tensor, 
         return tensor, None
     # The kernel copies pages that a device may write to when the process forks, and a data loader's worker forks.
     memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning then faults in 2 MiB at a time instead of 4 KiB
     return tensor, queues.pin(tensor)

@@ -10,6 +10,7 @@ import torch
 from ..errors import ShardError
 from ..runtime.dist import ShardGroup, Work
 from .copies import HostCopies
+from .file_range import HostBytes
 from .layout import Field, Layout
 
 
@@ -135,10 +136,10 @@ class HostHome(_ShardHome):
 
 
 class FileHome:
-    """No memory of its own: the unit's bytes are read through mapped files, which all ranks of a node share.
+    """No memory of its own: the unit's bytes are in files, whose pages in memory all ranks of a node share.
 
-    On a CPU the modules read the mapped pages themselves; elsewhere unsharding copies the unit. Either way no rank
-    waits for another.
+    On a CPU the files are mapped, and the modules read the mapped pages themselves; elsewhere unsharding reads the
+    unit. Either way no rank waits for another.
 
     Memory: none; the kernel's page cache, which it may evict.
     """
@@ -146,13 +147,13 @@ class FileHome:
     device_bytes = 0
     host_bytes = 0
 
-    def __init__(self, layout: Layout, pieces: Sequence[Sequence[torch.Tensor]], copies: HostCopies) -> None:
-        """Make a home of mapped bytes.
+    def __init__(self, layout: Layout, pieces: Sequence[Sequence[HostBytes]], copies: HostCopies) -> None:
+        """Make a home of bytes in files.
 
         Args:
             layout: of one shard.
-            pieces: for each field of `layout` the uint8 tensors over mapped memory that together are its bytes; on a
-                CPU one each.
+            pieces: for each field of `layout` what together are its bytes; on a CPU one uint8 tensor each, over mapped
+                memory.
         """
         self.layout = layout
         self._pieces = pieces
@@ -163,8 +164,11 @@ class FileHome:
     def views(self) -> list[torch.Tensor] | None:
         if self._copies.are_needed:
             return None
-        fields = zip(self.layout.fields, self._pieces, strict=True)
-        return [piece.view(field.dtype).view(field.shape) for field, (piece,) in fields]
+        views = []
+        for field, (piece,) in zip(self.layout.fields, self._pieces, strict=True):
+            assert isinstance(piece, torch.Tensor)
+            views.append(piece.view(field.dtype).view(field.shape))
+        return views
 
     def unshard_into(self, buffer: torch.Tensor) -> Work:
         """Start filling `buffer` with the unsharded unit.
@@ -175,10 +179,10 @@ class FileHome:
         for field, pieces in zip(self.layout.fields, self._pieces, strict=True):
             begin = field.begin_byte
             for piece in pieces:
-                pairs.append((buffer[begin : begin + piece.numel()], piece))
-                begin += piece.numel()
+                pairs.append((buffer[begin : begin + len(piece)], piece))
+                begin += len(piece)
         self.num_copies += 1
-        self.copied_bytes += sum(piece.numel() for _, piece in pairs)
+        self.copied_bytes += sum(len(piece) for _, piece in pairs)
         return self._copies.start(pairs)
 
     def write(self, field: Field, data: torch.Tensor) -> None:

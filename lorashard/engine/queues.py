@@ -27,8 +27,8 @@ class Queues:
         return cls(device) if device.type == "cuda" else None
 
     def make(self) -> torch.cuda.Stream:
-        """Return a new queue."""
-        return torch.cuda.Stream(self._device)
+        """Return a new queue, whose work goes before what waits in the computation's."""
+        return torch.cuda.Stream(self._device, priority=-1)
 
     @contextlib.contextmanager
     def on(self, queue: torch.cuda.Stream) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -111,6 +112,7 @@ def run_ranks(
     mirror: TextIO | None = None,
     signals: Signals | None = None,
     draw: Callable[[LiveBar], None] | None = None,
+    cpus: Sequence[Sequence[int]] = (),
 ) -> Failure | None:
     """Run a command in each of several ranks, with torchrun's environment, until all are done or one fails.
 
@@ -125,6 +127,7 @@ def run_ranks(
         grace_s: How long a rank may take to end after a signal before it is killed.
         signals: What signals to this process mean; by default they end all ranks.
         draw: Shows on a bar, where `mirror` is a terminal, how far the ranks are.
+        cpus: The logical CPUs of each rank, as `choose_cpus` returns them; empty leaves all to each.
 
     Returns:
         None, or what ended the ranks early, which nobody has been told yet.
@@ -138,7 +141,8 @@ def run_ranks(
     # Older versions of torch wait 30 s.
     has_timeout = "shutdown_timeout" in [field.name for field in dataclasses.fields(LaunchConfig)]
     timeout: dict[str, Any] = {"shutdown_timeout": grace_s} if has_timeout else {}
-    words = [*find_python_flags(), "-m", "lorashard.runtime.worker", str(os.getpid()), str(logs_dir), *command]
+    worker = ["lorashard.runtime.worker", str(os.getpid()), str(logs_dir), json.dumps(cpus)]
+    words = [*find_python_flags(), "-m", *worker, *command]
     with (
         signals.watched(),
         tempfile.TemporaryDirectory(prefix="lorashard-notes-") as notes_dir,  # where the logs are, it may be full

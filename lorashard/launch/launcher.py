@@ -35,6 +35,7 @@ from ..runtime.plugins import refuse_plugins
 from ..runtime.progress import LiveBar, is_terminal, told_progress
 from ..runtime.signals import RESTARTS_VARIABLE, StopRequest, find_restarts
 from ..training.resume_request import check_wanted, resumes_in_place
+from .cpu_binding import choose_cpus
 from .device_queue import hold_devices
 from .elastic import Signals, find_python_flags, run_ranks
 from .log_mirror import Terminal
@@ -91,11 +92,17 @@ def finetune(config: RunConfig) -> int:
             logs_dir = prepare_logs_dir(config)
             status.enter("start")
         command = build_rank_command("finetune", config, logs_dir)
-        return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals, status)
+        return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals, status, choose_cpus(choice))
 
 
 def run_with_restarts(
-    config: RunConfig, command: Sequence[str], num_ranks: int, logs_dir: Path, signals: Signals, status: Status
+    config: RunConfig,
+    command: Sequence[str],
+    num_ranks: int,
+    logs_dir: Path,
+    signals: Signals,
+    status: Status,
+    cpus: Sequence[Sequence[int]] = (),
 ) -> int:
     """Run a command in ranks, and again where one has died, as often as `max_restarts` says; return the exit code."""
     has_bar = not config.trainer_options.get("disable_tqdm")
@@ -105,7 +112,7 @@ def run_with_restarts(
     with signals.watched():  # between two starts too
         while True:
             os.environ[RESTARTS_VARIABLE] = str(restarts)
-            failure = run_ranks(command, num_ranks, logs_dir, signals=signals, draw=draw)
+            failure = run_ranks(command, num_ranks, logs_dir, signals=signals, draw=draw, cpus=cpus)
             if failure is None:
                 return 0
             if not failure.is_crash or restarts == config.max_restarts or signals.stop_signal is not None:
@@ -176,7 +183,7 @@ def run_command(name: str, options: BaseOptions, work: Callable[[], None], is_in
     os.environ[RESULT_FILE_VARIABLE] = str(result_file)
     try:
         with Terminal(logs_dir) if is_interactive else nullcontext():
-            failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr)
+            failure = run_ranks(command, choice.num_ranks, logs_dir, mirror=sys.stderr, cpus=choose_cpus(choice))
     finally:
         del os.environ[RESULT_FILE_VARIABLE]
     if failure is not None:

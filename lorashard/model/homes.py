@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from ..config.placement import ResolvedPlacement, check_num_layers
-from ..engine import DeviceHome, FileHome, Home, HostCopies, HostHome, Placeholder
+from ..engine import DeviceHome, FileHome, Home, HostBytes, HostCopies, HostHome, Placeholder
 from ..runtime.dist import ShardGroup
 from ..runtime.progress import Progress
 from ..weights.fingerprint import BaseIdentity
-from ..weights.mapped import MappedFiles
+from ..weights.mapped import WeightFiles
 from ..weights.weights import BaseWeights
 from .converted import FOR_FILE, FOR_RESTARTS, ConvertedUnits, Purpose, hash_content
 from .sources import CheckpointSource, MemorySource, fill_shard, plan_unit
@@ -171,7 +171,8 @@ def _use_files(
     Memory: none, but for resident units (on a CPU mapped pages are as good), units with weights that are in no file,
         and one unit while the cache is made.
     """
-    source, files, copies = CheckpointSource(weights), MappedFiles(), HostCopies(device)
+    source, copies = CheckpointSource(weights), HostCopies(device)
+    files = WeightFiles(is_mapped=not copies.are_needed)
     in_memory = [*(resident if copies.are_needed else ()), *filter(_has_new, structure.units)]
     make_in_memory = ShardedHomes(False, ShardGroup(), device, source, in_memory, copies, quantized)
     caches = [] if quantized is None else [quantized]
@@ -186,12 +187,13 @@ def _use_files(
         if unit in in_memory:
             return make_in_memory(unit)
         layout = plan_unit(unit, 1)
+        pieces: list[list[HostBytes]]
         file = next((file for cache in caches if (file := cache.find(unit))), None)
         if file is not None:
-            pieces = [[files.view(file, field.begin_byte, field.num_bytes)] for field in layout.fields]
+            pieces = [[files.find(file, field.begin_byte, field.num_bytes)] for field in layout.fields]
         else:
             pieces = [
-                [place] if isinstance(place, torch.Tensor) else [files.view(*stretch) for stretch in place]
+                [place] if isinstance(place, torch.Tensor) else [files.find(*stretch) for stretch in place]
                 for place in places[unit] or ()
             ]
         return FileHome(layout, pieces, copies)

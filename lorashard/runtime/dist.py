@@ -260,13 +260,22 @@ def _make_group(size: int, backend: str | None, description: str) -> dist.Proces
     own: dist.ProcessGroup | None = None
     for begin in range(0, get_world_size(), size):
         ranks = list(range(begin, begin + size))
-        group = dist.new_group(ranks, timeout=_read_timeout(), backend=backend, group_desc=description)
+        group = dist.new_group(ranks, _read_timeout(), backend, _put_first(backend), group_desc=description)
         if get_rank() in ranks:
             own = group
     assert own is not None, f"groups of {size} do not cover {get_world_size()} ranks"
     if _is_gloo(own):
         dist.barrier(own)  # the first to end it would cut off those that still connect
     return own
+
+
+def _put_first(backend: str | None) -> Any:
+    """Return options by which NCCL's kernels go before the computation's; None for others, or if the user decides."""
+    options = None
+    if backend is None and "nccl" in dist.get_backend_config() and "TORCH_NCCL_HIGH_PRIORITY" not in os.environ:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = _read_timeout()  # torch warns of another than the group's
+    return options
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 _MIG_PREFIX = "MIG-"
+_CPU_WORDS = 128  # of 64 CPUs each, as many as Linux can have
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Gpu:
         uuid: the driver's name for it, whatever its index is elsewhere.
         total_bytes, free_bytes: 0 of a GPU that does not answer; of one that shares the machine's memory, that.
         utilization_percent, temperature_c: None where the driver does not tell.
+        cpus: the logical CPUs of its NUMA node; empty where the driver does not tell.
     """
 
     index: int
@@ -35,6 +37,7 @@ class Gpu:
     free_bytes: int
     utilization_percent: int | None = None
     temperature_c: int | None = None
+    cpus: frozenset[int] = frozenset()
 
 
 def list_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
@@ -140,7 +143,13 @@ def _describe(nvml: Any, index: int, handle: Any) -> Gpu:
         free_bytes=int(free_bytes),
         utilization_percent=None if rates is None else int(rates.gpu),
         temperature_c=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        cpus=_find_cpus(_ask(nvml, nvml.nvmlDeviceGetCpuAffinity, handle, _CPU_WORDS) or ()),
     )
+
+
+def _find_cpus(words: Sequence[int]) -> frozenset[int]:
+    """Return the numbers of the bits that are set in a mask of 64-bit words, the lowest first."""
+    return frozenset(64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def _ask(nvml: Any, question: Callable[..., Any], *subject: Any) -> Any | None:

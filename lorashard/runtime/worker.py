@@ -1,12 +1,14 @@
 """A rank's first steps: it ties its life and its output to its launcher, and tells it its process id.
 
-`python -m lorashard.runtime.worker LAUNCHER_PID LOGS_DIR COMMAND...` becomes COMMAND. Imports nothing but the standard
-library, and files that do the same.
+`python -m lorashard.runtime.worker LAUNCHER_PID LOGS_DIR CPUS COMMAND...` becomes COMMAND. CPUS is JSON:
+for each rank of this machine the logical CPUs that it runs on, or [] for all. Imports nothing but the standard library,
+and files that do the same.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -20,7 +22,7 @@ _PID_PREFIX = "pid-"
 
 def main() -> None:
     """Prepare this process and become the command."""
-    launcher_pid, logs_dir, *command = sys.argv[1:]
+    launcher_pid, logs_dir, cpus, *command = sys.argv[1:]
     die_with_launcher(int(launcher_pid))
     # A request to stop or to save waits until the command can take it, instead of killing what has not come so far.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
@@ -35,6 +37,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    _bind(json.loads(cpus))
     os.execvp(command[0], command)
 
 
@@ -49,6 +52,15 @@ def die_with_launcher(launcher_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != launcher_pid:  # it died before the kernel was asked
         sys.exit(1)
+
+
+def _bind(cpus_of_ranks: list[list[int]]) -> None:
+    """Run this process, and so all of its threads and the memory that they touch first, on its GPU's NUMA node."""
+    if cpus_of_ranks:
+        try:
+            os.sched_setaffinity(0, cpus_of_ranks[int(os.environ["LOCAL_RANK"])])
+        except OSError as error:
+            print(f"this rank is not bound to its GPU's NUMA node: {error.strerror}", file=sys.stderr)
 
 
 def find_log(logs_dir: Path, rank: int) -> Path:

@@ -35,6 +35,7 @@ class Nvml:
         self.nvmlDeviceGetName = lambda card: _tell(card.name)
         self.nvmlDeviceGetMemoryInfo = lambda card: _tell(card.memory)
         self.nvmlDeviceGetUtilizationRates = lambda card: SimpleNamespace(gpu=_tell(card.utilization))
+        self.nvmlDeviceGetCpuAffinity = lambda card, num_words: _tell(card.cpu_words)
         self.nvmlDeviceGetTemperature = lambda card, kind: _tell(card.temperature)
 
     def nvmlInit(self) -> None:
@@ -62,7 +63,7 @@ def card(number: int, name: str | None = "H100", parts: tuple = (), **facts) -> 
     """Return a card; a fact that is None is not told."""
     memory = SimpleNamespace(total=80 * GIB, free=(70 + number) * GIB)
     uuid = f"GPU-{number}{number}aaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee"
-    known = {"uuid": uuid, "memory": memory, "utilization": 10 + number, "temperature": 40}
+    known = {"uuid": uuid, "memory": memory, "utilization": 10 + number, "temperature": 40, "cpu_words": None}
     return SimpleNamespace(name=name, parts=parts, **known | facts)
 
 

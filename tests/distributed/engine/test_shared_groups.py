@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -51,6 +52,30 @@ def test_models_over_the_same_ranks_share_their_threads_and_leave_none():
     for counts in run_ranks(make_models, 2):
         assert len(set(counts["without"])) == len(set(counts["with"])) == 1
         assert 0 < counts["with"][0] - counts["without"][0] < 10
+
+
+def note_options(rank: int) -> list[tuple[str, object]]:
+    made, new_group = [], dist.new_group
+
+    def note(ranks, timeout, backend, options, group_desc):
+        made.append((group_desc.split()[1], options and (options.is_high_priority_stream, options._timeout == timeout)))
+        return new_group(ranks, timeout, backend, group_desc=group_desc)
+
+    dist.new_group = note
+    dist.get_backend_config = lambda: "cpu:gloo,cuda:nccl"
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=SimpleNamespace)
+    group = ShardGroup.of_size(2)
+    os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "0"
+    del group
+    gc.collect()
+    ShardGroup.of_size(2)
+    return made
+
+
+def test_gathers_go_before_the_computation_on_gpus():
+    """Catches gathers that queue behind matrix products, gloo given NCCL's options, and a user overruled."""
+    first, without = [("gathers", (True, True)), ("comparisons", None)], [("gathers", None), ("comparisons", None)]
+    assert run_ranks(note_options, 2) == [first + without] * 2
 
 
 def run_different_models(rank: int) -> None:

@@ -17,7 +17,7 @@ from lorashard.cli import main
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
 from lorashard.planning.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
-from lorashard.planning.probe import probe
+from lorashard.planning.probe import probe, time_file
 from lorashard.planning.run_plan import describe_training
 from lorashard.planning.size import ModelSize, build_meta_model, compare_with_headers, measure_model
 
@@ -167,6 +167,13 @@ def test_a_damaged_cache_of_speeds_is_measured_again(tmp_path, caplog):
     assert "measured again" in caplog.text
     assert json.loads(cache.read_text())
     assert probe(torch.device("cpu"), torch.float32, cache) == hardware
+
+
+def test_files_are_timed_as_they_are_read():
+    """Catches a probe that needs a disk with room, or that times nothing: no GPU is here to say so."""
+    target = torch.full((5000,), 7, dtype=torch.uint8)
+    assert time_file(target, torch.device("cpu")) > 0
+    assert not target.any()
 
 
 def test_other_weights_than_the_config_describes_are_noted(tmp_path):

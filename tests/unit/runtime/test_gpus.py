@@ -87,6 +87,7 @@ def test_a_driver_that_does_not_answer_is_no_error(drive):
     drive(card(0, utilization=None, temperature=None))
     (gpu,) = list_gpus({})
     assert (gpu.utilization_percent, gpu.temperature_c) == (None, None)
+    assert gpu.cpus == frozenset()
     drive(card(0, name=None, memory=None))
     (gpu,) = list_gpus({})
     assert gpu.name and gpu.free_bytes == 0
