@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,13 @@ class _FakeGpu(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+def _submit(self: ThreadPoolExecutor, function: Callable[..., object], *args: Any) -> Future[object]:
+    """Call a function at once: fake tensors are for one thread."""
+    future: Future[object] = Future()
+    future.set_result(function(*args))
+    return future
+
+
 @contextlib.contextmanager
 def fake_gpus() -> Iterator[None]:
     """While the body runs, let tensors be on GPUs, of which number 0 is the current one.
@@ -94,6 +102,7 @@ def fake_gpus() -> Iterator[None]:
                 patch.setattr(torch.cuda, name, lambda index: 0)
             patch.setattr(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda tensor: []))  # fake ones have some
             patch.setattr(torch, "from_dlpack", lambda tensor: tensor[:])
+            patch.setattr(ThreadPoolExecutor, "submit", _submit)
             patch.setattr(Queues, "of", _FakeQueues.of)
             yield
     finally:
