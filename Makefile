@@ -5,6 +5,10 @@ PYTHON ?=
 BIN := .venv/bin
 STAMP := .venv/.lorashard-installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+# For tests alone, 190 MB, and in a folder of its own: what can import Triton chooses other code. Torch's CUDA build
+# brings its own version, which constraints.txt leaves to it.
+TRITON := triton==3.7.1
+TRITON_STAMP := .venv/triton/.installed-$(subst triton==,,$(TRITON))
 
 .PHONY: help setup demo test screenshots check bench clean
 
@@ -17,7 +21,7 @@ demo: $(STAMP)  ## fine-tune the tiny model of examples/demo on two CPU ranks
 	$(BIN)/python examples/demo/run.py $(ARGS)
 
 test: ARGS ?= -m "not slow"
-test: $(STAMP)  ## run the tests, all but the slow ones
+test: $(STAMP) $(TRITON_STAMP)  ## run the tests, all but the slow ones
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 screenshots: $(STAMP)  ## make docs/img/*.png anew: the pictures of the web UI's pages
@@ -36,6 +40,11 @@ bench: $(STAMP)  ## time lorashard and its peers on one model
 clean:  ## delete caches and build leftovers; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(TRITON_STAMP): | $(STAMP)
+	@rm -rf .venv/triton
+	$(BIN)/python -m pip install --no-deps --target .venv/triton $(TRITON) && touch $@ || \
+	    echo "Triton cannot be installed here: the tests of its kernels skip." >&2
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \

@@ -240,6 +240,7 @@ def plan_contenders(quantization: str, shape: Shape, hardware: Hardware) -> dict
         quantization: of the base; empty for none.
     """
     cluster = Cluster(hardware, 1, 1, free_bytes=2**50)  # what does not fit is measured all the same
+    options = PlacementOptions(resident_layers=0, activation_checkpointing_layers="all")
     suffix = f"_{quantization}" if quantization else ""
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +251,7 @@ def plan_contenders(quantization: str, shape: Shape, hardware: Hardware) -> dict
                 rows, tokens, hardware.device_type, loss="model", is_autocast=False, checkpointing=CHECKPOINTING
             )
             training = Training(microbatch, optimizer="sgd")
-            for row in plan_training(base, training, cluster, PlacementOptions(resident_layers=0)).rows:
+            for row in plan_training(base, training, cluster, options).rows:
                 # The plan has the adapter and its gradients; AdamW adds two states in the adapter's dtype.
                 predicted = {"peak_bytes": row.peak_bytes + row.adapter_bytes, "tokens_per_s": row.tokens_per_s}
                 found.setdefault(row.placement.placement + suffix, {})[str(rows * tokens)] = predicted

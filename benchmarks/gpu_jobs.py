@@ -321,7 +321,7 @@ def time_unpacking(contender: Contender, batch: Batch, device: torch.device) -> 
 def measure_unpacking(job: dict[str, Any], found: dict[str, Any], save: Callable[[], None]) -> None:
     """Measure how fast the largest linear of a layer is unpacked to bf16, by each format and way of doing it.
 
-    `nf4` takes bitsandbytes' kernel where that can be used, and `nf4, torch` never does.
+    `nf4` takes the kernel of bitsandbytes or Triton where one can be used, and `nf4, torch` never does.
     """
     device = start_alone(job["device"])
     shape = SHAPES[job["shape"]]
@@ -346,10 +346,11 @@ def measure_unpacking(job: dict[str, Any], found: dict[str, Any], save: Callable
             like = quantizer.parts(weight.shape)[0]
             parts = [numbers.view(like.dtype).view(like.shape), *quantizer.keep_scales(scales)]
             out = torch.empty_like(weight)
+            unpack = quantizer.unpack_in_chunks if name == "nf4, torch" else quantizer.unpack
             watch = Stopwatch(device)
             for _ in range(3 + job["steps"]):
                 watch.mark()
-                quantizer.unpack(parts, out)
+                unpack(parts, out)
                 watch.mark()
         seconds = watch.read()[3:]
         measured[name] = {"unpack_s": summarize(seconds), "bytes_per_s": out.nbytes / statistics.median(seconds)}

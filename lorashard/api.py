@@ -35,6 +35,7 @@ from .model.compiling import compile_layers, read_compile_options
 from .model.embeddings import is_resized
 from .model.homes import ShardedHomes, choose_resident
 from .model.loading import load_sharded
+from .model.lora_linear import spare_lora_steps
 from .model.micro_batching import split_layers
 from .model.patches import on_release
 from .model.profiling import StepProfiler
@@ -333,6 +334,7 @@ def _finish(
     if device.type == "cpu" and explain_slow_bfloat16(device) is not None:
         on_release(model.get_base_model(), warn_of_autocast(find_layers(model)[0]))
     end_backward_at_adapters(model)
+    spare_lora_steps(model)
     follow_added_adapters(model, engine_of(model))
     share_adapters(model)
     return model
@@ -369,12 +371,16 @@ def _plan(
     try:
         plan = plan_here(base, Training(microbatch), device, options)
     except PlanError as error:
-        reason, chosen = f"{error}; taking shard, give placement for another", None
+        chosen: ResolvedPlacement | PlacementOptions
+        chosen = options.model_copy(update={"activation_checkpointing_layers": "all"})
+        lines = [f"placement: {error}; taking shard, give placement for another"]
     else:
-        reason, chosen = plan.reason, plan.choice.placement
+        chosen = plan.choice.placement
+        lines = [f"placement: {plan.reason}", *([str(plan.checkpointing)] if plan.checkpointing else [])]
     if dist.get_rank() == 0:
-        _logger.warning("placement: %s", reason)
-    return chosen or options
+        for line in lines:
+            _logger.warning("%s", line)
+    return chosen
 
 
 def _resolve(options: PlacementOptions | ResolvedPlacement) -> ResolvedPlacement:

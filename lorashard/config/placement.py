@@ -47,9 +47,10 @@ class PlacementOptions(BaseModel):
     """Sequences of a batch that pass a decoder layer at a time (per-layer micro-batching): a large batch then takes one
     gather a layer, and no more memory inside it. Default: the whole batch."""
 
-    activation_checkpointing_layers: Literal["auto", "all"] | int = "all"
+    activation_checkpointing_layers: Literal["auto", "all"] | int = "auto"
     """Number of decoder layers, spread evenly, that activation checkpointing recomputes; the others keep their
-    activations. With `auto`, `finetune`, and `load` if it is given the batch, recompute as few as memory allows."""
+    activations. `auto` is planned by `finetune`, and by `load` if it is given the batch: as few as memory allows, where
+    that is predicted to be faster. Default: `auto` where `placement: auto` is planned, otherwise `all`."""
     unit_paths: list[str] | None = None
     """Paths of the modules to gather one at a time, such as `model.layers` or `model.block_*`, for models whose decoder
     layers are not found or are too large. Options that count layers then count these."""
@@ -81,9 +82,39 @@ class PlacementOptions(BaseModel):
     @property
     def is_placement_open(self) -> bool:
         """Whether something is left to plan."""
-        is_asked = "resident_layers" in self.model_fields_set and self.resident_layers == "auto"
-        is_asked |= self.activation_checkpointing_layers == "auto"
-        return self.combine()["placement"] == "auto" or is_asked
+        return self.combine()["placement"] == "auto" or "auto" in (self.num_resident, self.num_recomputed)
+
+    @property
+    def num_resident(self) -> Literal["auto", "all"] | int:
+        """`resident_layers`, whose default is 0 where the placement is given."""
+        combined = self.combine()
+        is_given = combined["placement"] != "auto" and "resident_layers" not in self.model_fields_set
+        return 0 if is_given and combined["resident_layers"] == "auto" else combined["resident_layers"]
+
+    @property
+    def num_recomputed(self) -> Literal["auto", "all"] | int:
+        """`activation_checkpointing_layers`, whose default is `all` where the placement is given."""
+        is_asked = "activation_checkpointing_layers" in self.model_fields_set
+        return self.activation_checkpointing_layers if is_asked or self.combine()["placement"] == "auto" else "all"
+
+    def check_num_recomputed(self, is_checkpointing: bool, every_n_layers: int, is_offloading: bool) -> None:
+        """Refuse an `activation_checkpointing_layers` that contradicts other options of activation checkpointing.
+
+        Raises:
+            ConfigError: it is given, and something else says which layers are recomputed, or where activations are.
+        """
+        asked = self.activation_checkpointing_layers
+        if "activation_checkpointing_layers" not in self.model_fields_set or asked == "all":
+            return
+        if every_n_layers != 1:
+            problem = f"{asked} and every_n_layers: {every_n_layers} both choose the recomputed layers"
+        elif isinstance(asked, int) and asked and not is_checkpointing:
+            problem = f"{asked} layers to recompute, but activation checkpointing is off"
+        elif asked == "auto" and is_offloading:
+            problem = "auto plans for the device's memory, but activation_offloading keeps activations in host memory"
+        else:
+            return
+        raise ConfigError(problem, option="activation_checkpointing_layers", fix="leave one of them out")
 
     def combine(self) -> dict[str, Any]:
         """Return placement, shard_group_size and resident_layers with `sharding_strategy` and `cpu_offload` in them."""
@@ -204,6 +235,8 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
     check_group_size(group_size, world_size)
     resident = 0 if combined["resident_layers"] == "auto" else combined["resident_layers"]
     checkpointed = options.activation_checkpointing_layers
+    if checkpointed == "auto" and "activation_checkpointing_layers" not in options.model_fields_set:
+        checkpointed = "all"
     if checkpointed == "auto":
         raise ConfigError(
             "auto needs to know the batch",

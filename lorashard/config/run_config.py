@@ -163,12 +163,8 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
     @model_validator(mode="after")
     def _check_checkpointing(self) -> RunConfig:
         every = (self.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
-        if every != 1 and self.activation_checkpointing_layers != "all":
-            raise ConfigError(
-                f"{self.activation_checkpointing_layers} and every_n_layers: {every} both choose the recomputed layers",
-                option="activation_checkpointing_layers",
-                fix="leave one of them out",
-            )
+        is_offloading = bool(self.trainer.get("activation_offloading"))
+        self.check_num_recomputed(self.activation_checkpointing, every, is_offloading)
         return self
 
     @model_validator(mode="after")

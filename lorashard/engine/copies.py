@@ -7,9 +7,8 @@ import ctypes
 import logging
 import mmap
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +19,6 @@ from ..runtime.dist import Work
 from .file_range import FileRange, HostBytes
 from .queues import Event, Queues
 
-# A device empties half of the ring while its readers fill the other.
 RING_READERS = 4
 RING_BUFFERS = 2 * RING_READERS
 RING_BUFFER_BYTES = 4 * 2**20  # all of them fit into the cache of a server's CPU, from which a device reads too
@@ -130,7 +128,10 @@ class _Copies:
 
 
 class _PinnedRing:
-    """Buffers in turn: `RING_READERS` threads fill them, and one more gives the device their copies, in order."""
+    """Readers, each with two buffers: it fills one while the device empties the other.
+
+    Which reader takes which piece is left to chance: pieces go to places of their own, so the bytes are the same.
+    """
 
     @torch.inference_mode(False)  # the thread could not write into buffers that were made in that mode
     def __init__(self, queues: Queues) -> None:
@@ -138,7 +139,6 @@ class _PinnedRing:
         self._queue = queues.make()
         self._buffers = [queues.pinned(RING_BUFFER_BYTES) for _ in range(RING_BUFFERS)]
         self._events: list[Event | None] = [None] * RING_BUFFERS
-        self._next = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lorashard-copies")
         self._readers = ThreadPoolExecutor(RING_READERS, thread_name_prefix="lorashard-reads")
 
@@ -147,43 +147,26 @@ class _PinnedRing:
         return _Copies(lambda: self._queues.wait(last.result()))  # when the thread has started the last copy
 
     def _copy(self, pairs: Pairs, ready: Event) -> Event:
-        filling: deque[_Filling] = deque()
         with self._queues.on(self._queue):
             self._queues.wait(ready)
-            try:
-                for target, source in _cut(pairs):
-                    if len(filling) == RING_READERS:
-                        self._send(filling.popleft())
-                    filling.append(self._fill(target, source))
-                while filling:
-                    self._send(filling.popleft())
-            finally:
-                wait([left.done for left in filling])  # after an error: the next to fill these buffers must be alone
+            pieces = iter(list(_cut(pairs)))
+            readers = [self._readers.submit(self._send, number, pieces) for number in range(RING_READERS)]
+            wait(readers)  # all, after an error too: the next to fill these buffers must be alone
+            for reader in readers:
+                reader.result()
             return self._queues.record()
 
-    def _fill(self, target: torch.Tensor, source: HostBytes) -> _Filling:
-        index = self._next
-        self._next = (index + 1) % RING_BUFFERS
-        event = self._events[index]
-        if event is not None:
-            event.synchronize()  # the device has read what the buffer held
-        buffer = self._buffers[index][: len(source)]
-        return _Filling(index, buffer, target, self._readers.submit(_read, buffer, source))
-
-    def _send(self, filled: _Filling) -> None:
-        filled.done.result()
-        self._queues.copy(filled.target, filled.buffer)
-        self._events[filled.index] = self._queues.record()
-
-
-@dataclass(frozen=True)
-class _Filling:
-    """A buffer that a reader fills for a target."""
-
-    index: int
-    buffer: torch.Tensor
-    target: torch.Tensor
-    done: Future[None]
+    def _send(self, reader: int, pieces: Iterator[tuple[torch.Tensor, HostBytes]]) -> None:
+        with self._queues.on(self._queue):
+            for turn, (target, source) in enumerate(pieces):  # a list's iterator gives each thread another
+                index = 2 * reader + turn % 2
+                event = self._events[index]
+                if event is not None:
+                    event.synchronize()  # the device has read what the buffer held
+                buffer = self._buffers[index][: len(source)]
+                _read(buffer, source)
+                self._queues.copy(target, buffer)
+                self._events[index] = self._queues.record()
 
 
 def _cut(pairs: Pairs) -> Iterator[tuple[torch.Tensor, HostBytes]]:

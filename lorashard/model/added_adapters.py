@@ -13,6 +13,7 @@ from torch import nn
 from ..engine import Engine
 from ..runtime import dist
 from .adapters import find_adapter_tensors
+from .lora_linear import spare_lora_steps
 from .patches import is_plain, release, wrap_method
 from .refusals import check_config, check_frozen
 
@@ -50,6 +51,7 @@ def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
     def inject(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with engine.readable():
             original(*args, **kwargs)
+        spare_lora_steps(model)
 
     wrap_method(model, "add_adapter", add)
     for name, wrapper in (

@@ -49,7 +49,7 @@ def _switch(
         raise ConfigError(
             f"{num_layers}, and every_n_layers: {kwargs['every_n_layers']}, both say which layers are recomputed",
             option=_OPTION,
-            fix="leave one of them out",
+            fix="leave every_n_layers out, or give all",
         )
     original(enable, *args, **kwargs)
     if enable:

@@ -11,6 +11,7 @@ Note [Patches]
     | class of each decoder layer: `forward` | `compiling.py` | it is compiled, and its hooks are not |
     | class of each decoder layer: `__call__` | `micro_batching.py` | old transformers do not checkpoint around hooks |
     | each decoder layer: `forward` | `micro_batching.py` | a batch runs in pieces |
+    | class of each `lora.Linear`: `forward` | `lora_linear.py` | what cannot change its bits is not computed |
     | base: `_apply`, `resize_token_embeddings` | `refusals.py` | the base is neither cast nor resized |
     | model and base: `__deepcopy__`, `__reduce_ex__` | `refusals.py` | the base is neither copied nor pickled |
     | tuner: `merge_adapter`, `merge_and_unload` | `refusals.py` | a read-only base is not merged into |

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config.placement import PlacementOptions, ResolvedPlacement, resolve_placement
 from ..config.quantization_options import Quantization
-from ..model.stacks import name_units
+from ..model.stacks import find_layers, name_units
 from ..runtime import dist
 from ..runtime.dtypes import name_of
 from ..runtime.progress import told_work
@@ -133,7 +133,7 @@ def _measure(base: BaseModel, training: Training, options: PlacementOptions) -> 
     size = measure_model(model, base.quantization, base.stored)
     microbatch = training.microbatch
     saved_activations = None
-    if microbatch.checkpointing is not None and options.activation_checkpointing_layers != "all":
+    if options.num_recomputed != "all" and _can_recompute_some(model, microbatch):
         saving = replace(microbatch, checkpointing=None)
         saved_activations = trace(base.build(options.unit_paths), saving, base.quantization)
     return size, Workload(
@@ -144,6 +144,14 @@ def _measure(base: BaseModel, training: Training, options: PlacementOptions) -> 
         optimizer=training.optimizer,
         dataset_tokens=training.dataset_tokens,
     )
+
+
+def _can_recompute_some(model: PeftModel, microbatch: Microbatch) -> bool:
+    """Tell whether layers may keep their activations, and on the device: not where they are sent to host memory."""
+    checkpointing = microbatch.checkpointing
+    if checkpointing is None or microbatch.is_offloading or checkpointing.get("every_n_layers", 1) != 1:
+        return False
+    return all(hasattr(layer, "gradient_checkpointing") for layer in find_layers(model))
 
 
 def _describe_quantized(base: BaseModel, training: Training, cluster: Cluster, options: PlacementOptions) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 from ..config.placement import (
@@ -35,6 +36,28 @@ class PlanError(ConfigError):
 
 
 @dataclass(frozen=True)
+class Checkpointing:
+    """How many decoder layers were chosen to be recomputed, and what that gains.
+
+    Attributes:
+        num_recomputed, num_layers: decoder layers that are, and all.
+        tokens_per_s: as predicted.
+        recomputed_tokens_per_s: of the best placement where all layers are; None if none of these fits.
+    """
+
+    num_recomputed: int
+    num_layers: int
+    tokens_per_s: float
+    recomputed_tokens_per_s: float | None
+
+    def __str__(self) -> str:
+        line = f"activation checkpointing: {self.num_recomputed} of {self.num_layers} layers recompute"
+        if self.num_recomputed < self.num_layers and self.recomputed_tokens_per_s is not None:
+            line += f"; predicted {self.tokens_per_s:,.0f} tokens/s instead of {self.recomputed_tokens_per_s:,.0f}"
+        return line
+
+
+@dataclass(frozen=True)
 class Plan:
     """Every placement's costs, and the one to take.
 
@@ -45,6 +68,7 @@ class Plan:
         reason: why, in a sentence.
         notes: what the reader should know about the figures.
         quantization: a description of the base's; None for its own dtype.
+        checkpointing: of the row to take, where the layers to recompute were chosen; else None.
     """
 
     model: str
@@ -55,6 +79,7 @@ class Plan:
     reason: str
     notes: tuple[str, ...] = ()
     quantization: str | None = None
+    checkpointing: Checkpointing | None = None
 
     @property
     def choice(self) -> Row:
@@ -75,7 +100,8 @@ class Plan:
     def from_json(cls, values: dict[str, Any]) -> Plan:
         """Return what `to_json` gave."""
         rows = tuple(Row(**row | {"placement": ResolvedPlacement(**row["placement"])}) for row in values["rows"])
-        return cls(**values | {"rows": rows, "notes": tuple(values["notes"])})
+        checkpointing = values.get("checkpointing") and Checkpointing(**values["checkpointing"])
+        return cls(**values | {"rows": rows, "notes": tuple(values["notes"]), "checkpointing": checkpointing})
 
 
 def make_plan(
@@ -105,6 +131,9 @@ def make_plan(
     else:
         chosen = rows[candidates.index(given)]
         reason = _explain_given(chosen, cluster)
+    checkpointing = None
+    if chosen is not None and given is None and _is_recomputing_open(options, workload):
+        checkpointing = _compare_recomputing(allowed, chosen, cluster, len(size.layers))
     count = size.num_parameters
     shown_count = f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
     quantization = None if size.quantization is None else describe_quantization(size.quantization)
@@ -118,7 +147,20 @@ def make_plan(
         reason=reason,
         notes=tuple(notes),
         quantization=quantization,
+        checkpointing=checkpointing,
     )
+
+
+def _is_recomputing_open(options: PlacementOptions, workload: Workload) -> bool:
+    return options.num_recomputed == "auto" and workload.saved_activations is not None
+
+
+def _compare_recomputing(allowed: Sequence[Row], chosen: Row, cluster: Cluster, num_layers: int) -> Checkpointing:
+    """Return how many layers the chosen row recomputes, beside the best row where all are."""
+    asked = chosen.placement.activation_checkpointing_layers
+    best = _choose([row for row in allowed if row.placement.activation_checkpointing_layers == "all"], cluster)
+    best_tokens_per_s = best.tokens_per_s if best else None
+    return Checkpointing(num_layers if asked == "all" else asked, num_layers, chosen.tokens_per_s, best_tokens_per_s)
 
 
 def _choose(allowed: Sequence[Row], cluster: Cluster) -> Row | None:
@@ -194,11 +236,11 @@ def _candidates(
     """Yield the placements to choose from, the simplest first."""
     meant = options.combine()
     is_cpu = cluster.hardware.device_type == "cpu"
-    asked_size, asked_layers = meant["shard_group_size"], meant["resident_layers"]
+    asked_size, asked_layers = meant["shard_group_size"], options.num_resident
 
     def make(placement: Any, group_size: int) -> ResolvedPlacement:
         layers = 0 if asked_layers == "auto" or placement == "replicate" else asked_layers
-        recomputed = options.activation_checkpointing_layers
+        recomputed = options.num_recomputed
         return ResolvedPlacement(
             placement,
             group_size,
@@ -221,13 +263,30 @@ def _candidates(
         streaming += [make("host", group) for group in groups]
     is_fitting = partial(fits, size, workload, cluster)
     for placement in [make("replicate", 1), *streaming, make("file", 1)]:
-        others = []
-        if options.activation_checkpointing_layers == "auto" and workload.saved_activations is not None:
-            others.append(save_activations(size, placement, is_fitting))
+        uses = []
+        if _is_recomputing_open(options, workload):
+            uses.append(save_activations)
         is_open = asked_layers == "auto" and placement.placement != "replicate"
         if is_open and not (is_cpu and placement.placement == "file"):
-            others.append(add_resident_layers(size, placement, is_fitting))
-        yield from (candidate for candidate in (placement, *others) if candidate is not None)
+            uses.append(add_resident_layers)
+        yield from _use_memory(placement, [partial(use, size, fits=is_fitting) for use in uses])
+
+
+def _use_memory(
+    placement: ResolvedPlacement, uses: Sequence[Callable[..., ResolvedPlacement | None]]
+) -> Iterator[ResolvedPlacement]:
+    """Yield `placement`, and what fills the memory that it leaves: with each use alone, then one on top of the other.
+
+    Which of them gains more for its bytes depends on the links and the tokens, so either may come first.
+    """
+    found = [placement]
+    for order in [*((use,) for use in uses), *permutations(uses, 2)]:
+        filled: ResolvedPlacement | None = placement
+        for use in order:
+            filled = None if filled is None else use(placement=filled)
+        if filled is not None and filled not in found:
+            found.append(filled)
+    yield from found
 
 
 def _describe_room(row: Row, cluster: Cluster) -> str:
@@ -250,7 +309,7 @@ def _explain(rows: Sequence[Row], allowed: Sequence[Row], chosen: Row | None, cl
             "larger GPUs, fewer tokens a microbatch, activation checkpointing, or a smaller lora_r"
         )
     name, room = name_placement(chosen.placement, num_ranks), _describe_room(chosen, cluster)
-    if chosen is rows[0]:
+    if chosen.placement.placement == "replicate":
         return f"{name}: the whole base fits on each rank ({room}), and nothing is faster than to move none of it"
     waiting = f"{chosen.wait_s / chosen.step_s:.0%} of a step waiting"
     sentence = f"{name}: {chosen.tokens_per_s:,.0f} tokens/s in {room}, {waiting}"

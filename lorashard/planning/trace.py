@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..config.quantization_options import Quantization
 from ..errors import ConfigError
 from ..model.adapters import base_test
+from ..model.lora_linear import spare_lora_steps
 from ..model.micro_batching import split_layers
 from ..model.quantizing import quantize_structure
 from ..model.stacks import find_decoder_stack
@@ -105,6 +106,7 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
     path, stack = find_decoder_stack(model)
     layers = list(stack)
     _enable_checkpointing(model, microbatch)
+    spare_lora_steps(model)
     # A packed sequence is split where its examples begin, which only values show: it is planned without a split.
     if microbatch.layer_rows is not None and microbatch.layer_rows < microbatch.num_rows:
         split_layers(layers, microbatch.layer_rows)

@@ -14,7 +14,8 @@ from .tracker import Tracker, Unpacking, Work
 def measure_unpacking(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Unpacking:
     """Return what unpacking a weight takes, measured on tensors without values.
 
-    On a GPU nf4 is assumed to have a kernel that reads the parts and writes the values, and no more than that.
+    On a GPU every format is assumed to have a kernel that reads the parts and writes the values, and no more than that.
+    The memory is that of torch's own operations, should there be no kernel after all.
     """
     parts = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in quantizer.parts(shape)]
     out = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -24,6 +25,5 @@ def measure_unpacking(quantizer: Quantizer, shape: Sequence[int], dtype: torch.d
     with Tracker([*parts, out]) as tracker:
         quantizer.unpack(parts, out)
     moved_bytes = sum(tensor.nbytes for tensor in (*parts, out))
-    has_kernel = quantizer.name == "nf4" and device_type == "cuda"
-    work = Work(0.0, moved_bytes, 1) if has_kernel else tracker.work
+    work = Work(0.0, moved_bytes, 1) if device_type == "cuda" else tracker.work
     return Unpacking(math.prod(shape), out.nbytes, tracker.peak_bytes, work, item)

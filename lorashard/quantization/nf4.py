@@ -24,11 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ..engine import Part
 from .chunks import iterate_chunks
+from .kernels import SAMPLE_SCALES, Kernels, Unpack
 from .nf4_kernel import Kernel, find_kernel
 from .nf4_tables import Tables
 
@@ -56,6 +58,7 @@ class Nf4:
     _devices: dict[torch.device, tuple[Tables, Kernel | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _kernels: Kernels = field(default_factory=Kernels, init=False, repr=False, compare=False)
     name = "nf4"
 
     @property
@@ -116,15 +119,20 @@ class Nf4:
     def unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write the values to `out`.
 
-        On a GPU bitsandbytes' kernel is used if it is installed; the values are the same without it.
+        On a GPU bitsandbytes' kernel is used if it is installed, else Triton's; the values are the same without either.
 
         Args:
             parts: those of `parts()`, or of `select()`.
             out: contiguous, of any floating type.
 
         Memory: a chunk of the values in float32 and the scales of a chunk: 1.5 MiB on a CPU, 24 MiB on a GPU; with
-            bitsandbytes' kernel 20 MiB for `double_quant`, else nothing.
+            bitsandbytes' kernel 20 MiB for `double_quant`, else nothing; with Triton's nothing.
         """
+        _, kernel = self._on(out.device)
+        unpack = None if kernel else self._kernels.find(self, out.device, out.dtype)
+        (unpack or self.unpack_in_chunks)(parts, out)
+
+    def unpack_in_chunks(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         flat = out.view(-1)
         tables, kernel = self._on(out.device)
         num_blocks = math.ceil(flat.numel() / self.block_size)
@@ -145,6 +153,29 @@ class Nf4:
             return None
         first, last = index * numel // self.block_size, (index + 1) * numel // self.block_size
         return [parts[0][index * numel // 2 : (index + 1) * numel // 2], self._unpack_scales(parts[1:], first, last)]
+
+    def load_kernel(self, device: torch.device) -> Unpack:
+        from .triton_kernels import unpack_nf4
+
+        tables, _ = self._on(device)
+        return partial(
+            unpack_nf4,
+            block_size=self.block_size,
+            nested_block_size=self.nested_block_size,
+            nf4_code=tables.nf4_code,
+            scale_code=tables.scale_code,
+        )
+
+    def make_sample(self, device: torch.device) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+        num_blocks = 4 * len(SAMPLE_SCALES)
+        numel = num_blocks * self.block_size - 7
+        packed = torch.arange(math.ceil(numel / 2), device=device).to(torch.uint8)
+        scales = torch.tensor(SAMPLE_SCALES, dtype=torch.float32, device=device).repeat(4)
+        if not self.double_quant:
+            return [packed, scales], (numel,)
+        codes = torch.arange(0, 6 * num_blocks, 6, device=device).to(torch.uint8)
+        num_nested = math.ceil(num_blocks / self.nested_block_size)
+        return [packed, codes, scales[4 : 4 + num_nested].abs(), scales[:1]], (numel,)
 
     def _unpack_scales(self, parts: Sequence[torch.Tensor], first: int, last: int) -> torch.Tensor:
         if len(parts) == 1:

@@ -37,26 +37,24 @@ class Kernel:
 
 
 def find_kernel(tables: Tables, block_size: int, device: torch.device) -> Kernel | None:
-    """Return the kernel for a device; None if torch's own operations must be used.
+    """Return the kernel for a device; None if there is none whose values are exact.
 
     It is tried once on a few values: bitsandbytes may be installed without its library for this CUDA version.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or find_spec("bitsandbytes") is None:
         return None
-    reason = "bitsandbytes is not installed (`pip install lorashard[quant]`)"
-    if find_spec("bitsandbytes") is not None:
-        try:
-            with torch.inference_mode(False):
-                import bitsandbytes  # noqa: F401
+    try:
+        with torch.inference_mode(False):
+            import bitsandbytes  # noqa: F401
 
-                kernel = Kernel(torch.ops.bitsandbytes.dequantize_4bit.out)
-                if _is_exact(kernel, tables, block_size, device):
-                    return kernel
-            reason = "the values of bitsandbytes' kernel differ"
-        except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
-            reason = f"bitsandbytes' kernel cannot be used ({error})"
+            kernel = Kernel(torch.ops.bitsandbytes.dequantize_4bit.out)
+            if _is_exact(kernel, tables, block_size, device):
+                return kernel
+        reason = "its values differ"
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error)
     _logger.warning(
-        "%s: torch's own operations unpack the base's nf4 on %s, to the same values but slower", reason, device
+        "bitsandbytes' kernel for nf4 cannot be used on %s (%s): Triton's is tried in its place", device, reason
     )
     return None
 

@@ -31,6 +31,10 @@ class Tables:
     """NF4's lookup tables on one device.
 
     Memory: 4 KiB.
+
+    Attributes:
+        nf4_code: the 16 values (float32).
+        scale_code: the 256 values of quantized scales (float32).
     """
 
     @torch.inference_mode(False)  # tensors created in that mode cannot be saved for backward
@@ -44,10 +48,11 @@ class Tables:
         bounds = torch.full((2 * _CELLS + 1,), torch.inf, dtype=torch.float32, device="cpu")
         bounds[cells] = midpoints
         scales = make_dynamic_map()
+        self.nf4_code = code.to(device)
+        self.scale_code = scales.to(device)
         self._pairs = pairs.view(torch.float64).view(-1).to(device)
         self._below = (in_cell.cumsum(0) - in_cell).to(torch.uint8).to(device)
         self._bounds = bounds.to(device)
-        self._scales = scales.to(device)
         self._scale_bounds = ((scales[:-1] + scales[1:]) / 2).to(device)
 
     def look_up(self, packed: torch.Tensor) -> torch.Tensor:
@@ -68,7 +73,7 @@ class Tables:
 
     def look_up_scales(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the values of the dynamic map (float32)."""
-        return self._scales.index_select(0, codes.int())
+        return self.scale_code.index_select(0, codes.int())
 
     def round_scales(self, scaled: torch.Tensor) -> torch.Tensor:
         """Return the index of the nearest value of the dynamic map for each (uint8): the lower one of a tie."""

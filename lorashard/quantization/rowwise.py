@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ..engine import Part
 from .chunks import iterate_chunks
+from .kernels import SAMPLE_SCALES, Kernels, Unpack
 
 _INT8_STEP = 7.874015718698502e-3  # 1 / 127 as in bitsandbytes' `int8_vectorwise_dequant`
 _LARGEST_FP8 = 448.0
@@ -26,6 +28,8 @@ class _Rowwise(ABC):
     scales_are_separate = True
     _dtype: torch.dtype
     _scales_name: str
+    _int8_step: float
+    _kernels: Kernels
 
     def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
         return (
@@ -50,8 +54,15 @@ class _Rowwise(ABC):
     def unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write the values to `out`, a contiguous tensor of any floating type.
 
-        Memory: a chunk of the values in float32 and, for fp8 on a CPU, in int32: 1 or 2 MiB there, 16 MiB on a GPU.
+        On a GPU Triton's kernel is used if it can be; the values are the same without it.
+
+        Memory: none with Triton's kernel. Otherwise a chunk of the values in float32 and, for fp8 on a CPU, in int32: 1
+            or 2 MiB there, 16 MiB on a GPU.
         """
+        kernel = self._kernels.find(self, out.device, out.dtype)
+        (kernel or self.unpack_in_chunks)(parts, out)
+
+    def unpack_in_chunks(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         rows = out.view(-1, out.shape[-1])
         codes, scales = parts[0].view(rows.shape), parts[1].view(-1, 1)
         for first, last in iterate_chunks(rows.shape[0], rows.shape[1], rows.device):
@@ -59,6 +70,17 @@ class _Rowwise(ABC):
 
     def select(self, parts: Sequence[torch.Tensor], shape: Sequence[int], index: int) -> list[torch.Tensor] | None:
         return [part[index] for part in parts] if len(shape) > 1 else None
+
+    def load_kernel(self, device: torch.device) -> Unpack:
+        from .triton_kernels import unpack_rows
+
+        return partial(unpack_rows, int8_step=self._int8_step)
+
+    def make_sample(self, device: torch.device) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+        scales = torch.tensor(SAMPLE_SCALES, dtype=torch.float32, device=device)
+        shape = (len(SAMPLE_SCALES), 4 * 256 + 7)
+        codes = torch.arange(shape[1], device=device).to(torch.uint8).expand(shape).contiguous()
+        return [codes.view(self._dtype), scales], shape
 
     @abstractmethod
     def _quantize_rows(self, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -79,9 +101,11 @@ class Int8(_Rowwise):
     first.) A row of zeros stays zero, and a row with a NaN or an infinity has no finite value after dequantizing.
     """
 
+    _kernels: Kernels = field(default_factory=Kernels, init=False, repr=False, compare=False)
     name = "int8"
     _dtype = torch.int8
     _scales_name = "SCB"
+    _int8_step = _INT8_STEP
 
     def _quantize_rows(self, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         scales.copy_(rows.abs().amax(dim=1))
@@ -102,10 +126,12 @@ class Fp8(_Rowwise):
     zeros stays zero, and a row with a NaN or an infinity has no finite value after dequantizing.
     """
 
+    _kernels: Kernels = field(default_factory=Kernels, init=False, repr=False, compare=False)
     _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "fp8"
     _dtype = torch.float8_e4m3fn
     _scales_name = "scale"
+    _int8_step = 0.0
 
     def _quantize_rows(self, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         values = rows.float()

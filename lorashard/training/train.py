@@ -314,6 +314,8 @@ def _place(
         return config.model_copy(update={"placement": "shard", "activation_checkpointing_layers": "all"}), None
     run.save_plan(plan.to_json())
     log(f"placement: {plan.reason}")
+    if plan.checkpointing:
+        log(str(plan.checkpointing))
     return plan.choice.placement, plan
 
 

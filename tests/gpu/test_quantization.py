@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers.tiny import build_model, find_differences
 
 import lorashard
 from lorashard.quantization.format import Quantizer
+from lorashard.quantization.kernels import try_kernel
 from lorashard.quantization.nf4 import Nf4
 from lorashard.quantization.nf4_kernel import find_kernel
 from lorashard.quantization.nf4_tables import Tables
@@ -72,6 +74,28 @@ def test_the_kernel_of_bitsandbytes_gives_the_numbers_of_torch(block_size):
         kernel.unpack(packed, scales, block_size, out)
         expected = (tables.look_up(packed).view(100, -1) * scales.unsqueeze(1)).to(dtype)
         assert torch.equal(out.view(100, -1), expected)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_of_triton_gives_the_numbers_of_torch(quantizer, dtype, monkeypatch):
+    """Catches what the interpreter cannot: a compiler that rounds otherwise, and one that an odd address upsets."""
+    pytest.importorskip("triton", reason="needs Triton, which torch's CUDA build brings")
+    alone = replace(quantizer)  # without bitsandbytes, whose kernel flushes the sample's tiny values to zero
+    with monkeypatch.context() as patch:
+        patch.setattr("lorashard.quantization.nf4.find_kernel", lambda *_: None)
+        kernel = try_kernel(alone, DEVICE, dtype)
+    assert kernel is not None
+    for shape in SHAPES:
+        values = make_values(shape, dtype)
+        parts = quantize(quantizer, values.to(DEVICE))
+        expected = torch.empty(shape, dtype=dtype, device=DEVICE)
+        alone.unpack_in_chunks(parts, expected)
+        found = torch.zeros(values.numel() + 2, dtype=dtype, device=DEVICE)
+        kernel(parts, found[1:-1].view(shape))
+        assert torch.equal(found[1:-1].view(shape), expected), shape
+        assert torch.equal(unpack(quantizer, parts, values.to(DEVICE)), expected), shape  # bitsandbytes', if installed
+        assert not found[0] and not found[-1], shape
 
 
 @EVERY_FORMAT

@@ -386,10 +386,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "order: event before its copy": Mutant(
         "lorashard/engine/copies.py",
-        "        self._queues.copy(filled.target, filled.buffer)\n"
-        "        self._events[filled.index] = self._queues.record()",
-        "        self._events[filled.index] = self._queues.record()\n"
-        "        self._queues.copy(filled.target, filled.buffer)",
+        "    self._queues.copy(target, buffer)\n                self._events[index] = self._queues.record()",
+        "    self._events[index] = self._queues.record()\n                self._queues.copy(target, buffer)",
         "a ring buffer is taken to be read before it is",
         ORDER,
     ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.planning import build_meta, build_sized, build_trained, measure_peak
-from helpers.tiny import make_batch
+from helpers.tiny import make_batch, set_checkpointing
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -21,8 +21,10 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from lorashard.errors import ConfigError
+from lorashard.model.checkpointing import checkpoint_some
 from lorashard.model.micro_batching import split_layers
 from lorashard.model.stacks import find_decoder_stack
+from lorashard.planning.activations import recompute_some
 from lorashard.planning.trace import Microbatch, trace
 from lorashard.planning.tracker import Tracker
 
@@ -146,6 +148,27 @@ def test_a_few_layers_stand_for_all():
     assert found["offloaded"].saved_bytes < found["all"].saved_bytes / 4
 
 
+@pytest.mark.parametrize(("family", "dropout"), (("llama", 0.0), ("gpt2", 0.1)))
+def test_some_layers_recomputed_take_what_is_predicted(family, dropout):
+    """Catches a mixture of the two traces that is no mixture of the two memories: `auto` fills memory by it."""
+    sizes = dict(n_layer=6, n_embd=128, vocab_size=512, n_head=4, bos_token_id=1, eos_token_id=2)
+
+    def build():
+        if family == "gpt2":
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(GPT2Config(**sizes, attn_pdrop=0.0), dtype=torch.bfloat16)
+        return build_sized(family, torch.bfloat16, num_hidden_layers=6)
+
+    recomputed, saved = (trace(build_meta(build(), dropout), replace(CPU, checkpointing=kind)) for kind in ({}, None))
+    for num_layers in (1, 4):
+        model = build_trained(build(), replace(CPU, checkpointing=None), dropout)
+        checkpoint_some(model, num_layers)
+        set_checkpointing(model, "non-reentrant")
+        model.enable_input_require_grads()
+        predicted_bytes = recompute_some(recomputed, saved, num_layers).peak_bytes
+        assert predicted_bytes == pytest.approx(measure_training(model, CPU), rel=0.1), num_layers
+
+
 def test_experts_are_traced():
     """Catches a mixture of experts that cannot be planned, since routing reads values."""
     config = MixtralConfig(
@@ -222,7 +245,7 @@ def test_the_tracker_forgets_what_is_freed():
 
 LAYER_NORMS = {
     "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2),
-    "neox": GPTNeoXConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+    "neox": GPTNeoXConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     "falcon": FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     "phi": PhiConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64),
 }

@@ -147,8 +147,13 @@ def test_a_network_is_used_only_where_a_node_cannot_hold_the_base():
     links = {"network_bytes_per_s": 1e12, "host_bytes_per_s": 2e8, "file_bytes_per_s": 2e8}
     quick = make_activations(layer_s=0.001)
     for free_bytes, options, expected in (
-        (9 * GIB, {"placement": "shard"}, "shard, shard_group_size 2, resident_layers 1"),
-        (9 * GIB, {"placement": "shard", "shard_group_size": "all"}, "shard, resident_layers 4"),
+        (9 * GIB, {"placement": "shard"}, "shard, shard_group_size 2"),
+        (9 * GIB, {"placement": "shard", "resident_layers": "auto"}, "shard, shard_group_size 2, resident_layers 1"),
+        (
+            9 * GIB,
+            {"placement": "shard", "shard_group_size": "all", "resident_layers": "auto"},
+            "shard, resident_layers 4",
+        ),
         (6 * GIB, {}, "shard"),
         (5 * GIB, {}, "host, shard_group_size 2"),
     ):
@@ -196,6 +201,47 @@ def test_layers_may_save_what_memory_is_left_for():
     assert isinstance(layers, int) and 0 < layers < NUM_LAYERS
     fewer = replace(made.choice.placement, activation_checkpointing_layers=layers - 1)
     assert compute_row(SIZE, workload, make_cluster(free_bytes=22 * GIB), fewer).lacks
+
+
+def plan_saving(saved_bytes: int, layer_s: float = 0.1, free_bytes: int = 9 * GIB, **options: Any) -> Plan:
+    """Return a plan over slow links, where all layers together may save `saved_bytes`."""
+    recomputed = make_activations(layer_s)
+    saved = replace(make_activations(layer_s, recompute=1), saved_bytes=saved_bytes)
+    cluster = make_cluster(free_bytes=free_bytes, peer_bytes_per_s=5e9, host_bytes_per_s=2e8, file_bytes_per_s=2e8)
+    return make_plan(SIZE, Workload(recomputed, 4096, saved_activations=saved), cluster, PlacementOptions(**options))
+
+
+def test_layers_that_save_are_planned_wherever_the_placement_is():
+    """Catches recomputation by default where memory is free, a given placement overruled or its residents planned too,
+    a gain that was not predicted, and a plan in a run's folder without it."""
+    made = plan_saving(16 * GIB, free_bytes=22 * GIB)
+    row, found = made.choice, made.checkpointing
+    assert found is not None and row.placement.placement == "replicate" and row.placement.resident_layers == 0
+    assert found.num_recomputed == row.placement.activation_checkpointing_layers
+    assert 0 < found.num_recomputed < found.num_layers == NUM_LAYERS
+    assert (found.tokens_per_s, found.recomputed_tokens_per_s) == (row.tokens_per_s, made.rows[0].tokens_per_s)
+    assert str(found) in render_plan(made, 4) and f"{row.tokens_per_s:,.0f} tokens/s instead of" in str(found)
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    auto = {"activation_checkpointing_layers": "auto"}
+    for asked, line, name in (
+        ({}, "None", "shard"),
+        (auto, "activation checkpointing: 0 of 8", "shard, activation_checkpointing_layers 0"),
+    ):
+        made = plan_saving(2 * GIB, free_bytes=24 * GIB, placement="shard", **asked)
+        assert str(made.checkpointing).startswith(line)
+        assert name_choice(made, make_cluster()) == name
+
+
+def test_resident_layers_and_saved_activations_share_the_memory_that_is_left():
+    """Catches the two tried apart alone, so that memory beside the better one stays unused, and one of them always
+    preferred: over slow links quick layers gain by residents, slow ones by saving."""
+    counts = []
+    for layer_s in (0.05, 0.1, 0.5):
+        placement = plan_saving(
+            2 * GIB, layer_s, placement="shard", resident_layers="auto", activation_checkpointing_layers="auto"
+        ).choice.placement
+        counts.append((placement.resident_layers, placement.activation_checkpointing_layers))
+    assert counts == [(3, 6), (1, 0), (0, 0)]
 
 
 def test_host_memory_is_limited_too():

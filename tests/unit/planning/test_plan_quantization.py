@@ -134,6 +134,15 @@ def test_experts_are_unpacked_together_where_one_operation_reads_them_all():
     assert one is not None and one.unpacked_bytes == 48 * 32 * 2
 
 
+@pytest.mark.parametrize("quantization", FORMATS, ids=str)
+def test_a_gpu_unpacks_a_weight_by_one_kernel(quantization):
+    """Catches the time of torch's own operations in the plan of a GPU, where none but kernels of their own run."""
+    found = measure_unpacking(make_quantizer(quantization), (4096, 4096), torch.bfloat16, "cuda")
+    bits = 16 + (8 if quantization.format != "nf4" else 4.5)
+    assert found.work.num_kernels == 1
+    assert found.work.moved_bytes == pytest.approx(4096 * 4096 * bits / 8, rel=0.02)
+
+
 def test_a_quantized_base_is_whole_where_it_could_not_be():
     """Catches chat that streams a base in 4 bits which would fit, and a workspace that nobody has left room for."""
     base = build_sized("llama", torch.bfloat16)
