@@ -440,4 +440,11 @@ MUTANTS: dict[str, Mutant] = {
         "the host writes a checkpoint's weights to pinned memory that the device still copies",
         ORDER,
     ),
+    "order: ranks prefetch otherwise": Mutant(
+        "lorashard/engine/engine.py",
+        "        num_started = 0\n",
+        "        num_started = self._group.rank\n",
+        "one rank starts a gather before an all-reduce, and another behind it",
+        ("tests/distributed/engine/test_collective_order.py",),
+    ),
 }

@@ -1,20 +1,18 @@
-"""Copies from the host, with the queues of a device that is none: they do at once what they are given."""
+"""Copies from the host, with the queues of a device that is none."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers.engine import CPU, GARBAGE_BYTE
+from helpers.lazy_queues import LazyQueues
 
 from lorashard.engine import FileRange, HostBytes, HostCopies, OpenFile
 from lorashard.engine.copies import RING_BUFFERS, allocate_host
@@ -24,61 +22,10 @@ from lorashard.errors import CheckpointError
 BUFFER_BYTES = 64
 
 
-class InstantQueues(Queues):
-    """Of a device whose memory is the host's; what `pinned` has given is pinned."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.pinned_addresses: set[int] = set()
-
-    def make(self) -> object:
-        return object()
-
-    @contextlib.contextmanager
-    def on(self, queue: object) -> Iterator[None]:
-        yield
-
-    def record(self, is_timed: bool = False) -> Mock:
-        return Mock()
-
-    def wait(self, event: Mock) -> None:
-        pass
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        tensor = torch.empty(num_bytes, dtype=torch.uint8)
-        self.pinned_addresses.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.pinned_addresses
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        assert self.is_pinned(source)
-        target.copy_(source)
-
-
-class LateQueues(InstantQueues):
-    """Of a device that does a copy only when somebody waits for an event after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def record(self, is_timed: bool = False) -> Mock:
-        return Mock(synchronize=self.finish)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.waiting.append((target, source))
-
-    def finish(self) -> None:
-        while self.waiting:
-            super().copy(*self.waiting.pop(0))
-
-
 @pytest.fixture
 def copies(monkeypatch) -> HostCopies:
     monkeypatch.setattr("lorashard.engine.copies.RING_BUFFER_BYTES", BUFFER_BYTES)
-    return HostCopies(CPU, InstantQueues())
+    return HostCopies(CPU, LazyQueues())
 
 
 def make_file_pairs(file: Path) -> list[tuple[torch.Tensor, HostBytes]]:
@@ -181,17 +128,17 @@ def test_an_error_waits_for_the_other_readers(copies, monkeypatch, tmp_path):
 def test_a_buffer_is_filled_again_only_when_it_was_read(monkeypatch):
     """Catches bytes of another piece on a device that lags behind: its copies run when their event is waited for."""
     monkeypatch.setattr("lorashard.engine.copies.RING_BUFFER_BYTES", BUFFER_BYTES)
-    queues = LateQueues()
+    queues = LazyQueues()
     pairs = make_pairs()
     HostCopies(CPU, queues).start(pairs).wait()
-    queues.finish()
+    assert queues.races == []
     assert all(torch.equal(target, source) for target, source in pairs)
 
 
 def test_threads_and_files_end_with_the_copies(monkeypatch, tmp_path):
     """Catches five threads and an open file for each model that a process ever had."""
     monkeypatch.setattr("lorashard.engine.copies.RING_BUFFER_BYTES", BUFFER_BYTES)
-    copies = HostCopies(CPU, InstantQueues())
+    copies = HostCopies(CPU, LazyQueues())
     before = threading.enumerate()
     pairs = make_file_pairs(tmp_path / "file")
     copies.start(pairs).wait()

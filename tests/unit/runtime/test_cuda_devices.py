@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.fake_gpu import fake_gpus
+from helpers.tiny import build_base, make_batch
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import lorashard
 from lorashard import api
 from lorashard.engine import Placeholder
 from lorashard.engine.slots import Slot
@@ -90,3 +93,22 @@ def test_slots_of_a_gpu_that_is_not_the_current_one(monkeypatch, current):
     with FakeTensorMode():
         assert Slot(16, torch.device("cuda", 1)).buffer.device == torch.device("cuda", 1)
     assert current == [0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "index"), (("replicate", None), ("replicate", 0), ("replicate", 1), ("host", 1), ("file", None))
+)
+def test_all_of_a_model_is_on_the_gpu_that_was_asked_for(placement, index, tmp_path):
+    """Catches a tensor that is left on the CPU or on the first GPU: nothing would run."""
+    build_base(num_hidden_layers=2).save_pretrained(tmp_path)
+    device = CUDA if index is None else torch.device("cuda", index)
+    expected = torch.device("cuda", index or 0)
+    with fake_gpus():
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = lorashard.load(str(tmp_path), lora, placement, device=device, dtype=torch.float32)
+        batch = {name: tensor.to(expected) for name, tensor in make_batch().items()}
+        with torch.set_grad_enabled(placement == "replicate"):  # a slot cannot be told among fake tensors
+            output = model(**batch, use_cache=False)
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers(), *output.values())} == {expected}
+        num_copies = lorashard.stats(model).num_copies
+    assert output.loss.requires_grad == (placement == "replicate") and (num_copies > 0) == (placement != "replicate")
