@@ -270,14 +270,19 @@ class Engine:
         self._prefetch_backward(self._position)
 
     def _prefetch_backward(self, position: int) -> None:
-        num_started = 0
+        for unit in itertools.islice(self._ahead_of_backward(position), self._prefetch):
+            self._start_unshard(unit)
+
+    def _ahead_of_backward(self, position: int) -> Iterator[Unit]:
+        """Yield the units that come after the backward at `position`, ending with the next forward's first."""
         for ahead in reversed(range(position)):
-            is_reached = self._schedule[ahead].has_backward and self._schedule[ahead + 1].unit.has_backward_below
-            if not is_reached or num_started == self._prefetch:
-                return
-            if not self._schedule[ahead].unit.is_resident:
-                self._start_unshard(self._schedule[ahead].unit)
-                num_started += 1
+            entry, above = self._schedule[ahead : ahead + 2]
+            if not (entry.has_backward and above.unit.has_backward_below):
+                break
+            if not entry.unit.is_resident:
+                yield entry.unit
+        if (first := self._schedule[0].unit).size_class != self._schedule[position].unit.size_class:
+            yield first  # not while in the head: the final norm's backward enters that once more
 
     def _leave_backward(self, unit: Unit) -> None:
         if is_in_backward():
@@ -394,8 +399,7 @@ class Engine:
         self._graph_task = -1
 
     def _order_slots(self) -> None:
-        # The side stream must not overtake what used the slots' memory before they were allocated, nor the filling of
-        # the shards.
+        # The side stream must not overtake what used the slots' memory before, nor the filling of the shards.
         for slot in self.pool:
             slot.readers_done = self._stream.mark()
 

@@ -112,10 +112,18 @@ class _Simulation:
         self._direction = Direction.BACKWARD
         for position, entry in reversed(list(enumerate(self._entries))):
             if entry.backward_s is not None:
-                below = takewhile(lambda other: other.backward_s is not None, reversed(self._entries[:position]))
-                ahead = [other.unit for other in below]
+                ahead = self._ahead_of_backward(position)
                 self._compute(position, entry.backward_s, ahead)
                 self._start_ahead(ahead)
+
+    def _ahead_of_backward(self, position: int) -> list[str]:
+        """Return the units that come after the backward of an entry, ending with the next forward's first."""
+        below = takewhile(lambda other: other.backward_s is not None, reversed(self._entries[:position]))
+        classes = [
+            self._transfers[unit].size_class if unit in self._transfers else None
+            for unit in (self._entries[0].unit, self._entries[position].unit)
+        ]
+        return [other.unit for other in below] + ([self._entries[0].unit] if classes[0] != classes[1] else [])
 
     def _compute(self, position: int, seconds: float, ahead: Iterable[str]) -> None:
         """Unshard the unit of an entry, start the transfers of those ahead of it, compute, and reshard."""
