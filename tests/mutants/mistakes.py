@@ -442,8 +442,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "order: ranks prefetch otherwise": Mutant(
         "lorashard/engine/engine.py",
-        "        num_started = 0\n",
-        "        num_started = self._group.rank\n",
+        "islice(ahead, self._prefetch)",
+        "islice(ahead, self._prefetch + self._group.rank)",
         "one rank starts a gather before an all-reduce, and another behind it",
         ("tests/distributed/engine/test_collective_order.py",),
     ),
