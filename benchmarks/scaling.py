@@ -49,6 +49,8 @@ CARD_TOKENS = 1024
 MIXTURE = "30B-A3B"
 CARDS = (("8B", (1,)), (MIXTURE, (1, 2)), ("70B", (1, 2, 4)))
 FORMATS = {"bf16": None, "nf4": Quantization("nf4")}
+# transformers' options of activation checkpointing: of all layers, and of none.
+RECOMPUTING: dict[str, dict[str, Any] | None] = {"recomputed": {}, "saved": None}
 
 
 def build(name: str) -> PeftModel:
@@ -86,13 +88,23 @@ def trace_cards() -> dict[str, dict[str, Any]]:
 
 
 def _trace(name: str, num_tokens: int, quantization: Quantization | None = None) -> dict[str, Any]:
-    values = dataclasses.asdict(trace(build(name), Microbatch(1, num_tokens), quantization))
-    values["forward"], values["backward"] = values["forward"][-1], values["backward"][-1]
-    return values
+    """Return the activations where all layers are recomputed, and where none is: `auto` chooses between the two."""
+    found = {}
+    for label, checkpointing in RECOMPUTING.items():
+        microbatch = Microbatch(1, num_tokens, checkpointing=checkpointing)
+        values = dataclasses.asdict(trace(build(name), microbatch, quantization))
+        values["forward"], values["backward"] = values["forward"][-1], values["backward"][-1]
+        found[label] = values
+    return found
 
 
-def read_activations(values: dict[str, Any], num_layers: int) -> Activations:
-    """Return what was kept of a trace."""
+def read_workload(found: dict[str, Any], num_layers: int, num_tokens: int) -> Workload:
+    """Return the step of which the activations were kept."""
+    kept = {label: _read_activations(values, num_layers) for label, values in found.items()}
+    return Workload(kept["recomputed"], num_tokens, kept["saved"])
+
+
+def _read_activations(values: dict[str, Any], num_layers: int) -> Activations:
     layers = {way: (Work(**values[way]),) * num_layers for way in ("forward", "backward")}
     return Activations(**values | layers | {"rest": Work(**values["rest"])})
 
@@ -109,9 +121,8 @@ def shard_row(size: ModelSize, workload: Workload, cluster: Cluster, group_size:
     return compute_row(size, workload, cluster, ResolvedPlacement("shard", group_size, 0, 1, None, "all"))
 
 
-def make_rows(size: ModelSize, activations: Activations, num_tokens: int) -> Iterator[list[str]]:
+def make_rows(size: ModelSize, workload: Workload) -> Iterator[list[str]]:
     """Yield a row of the table for each number of GPUs."""
-    workload = Workload(activations, num_tokens)
     for num_gpus in GPU_COUNTS:
         cluster = make_cluster(num_gpus)
         plan = make_plan(size, workload, cluster)
@@ -126,8 +137,14 @@ def make_rows(size: ModelSize, activations: Activations, num_tokens: int) -> Ite
             cells[4] = "0"
         best = "nothing fits"
         if plan.chosen is not None:
-            best = f"{name_placement(plan.choice.placement, num_gpus)}: {plan.choice.tokens_per_s:,.0f}"
-        yield [f"{num_gpus:,}", cells[0], cells[1], best, cells[3], cells[4]]
+            best = f"{_name(plan.choice, num_gpus)}: {plan.choice.tokens_per_s:,.0f}"
+        recomputed = "-" if plan.checkpointing is None else str(plan.checkpointing.num_recomputed)
+        yield [f"{num_gpus:,}", cells[0], cells[1], best, recomputed, cells[3], cells[4]]
+
+
+def _name(row: Row, num_gpus: int) -> str:
+    """Return a placement's name without the recomputed layers, which have a column of their own."""
+    return name_placement(dataclasses.replace(row.placement, activation_checkpointing_layers="all"), num_gpus)
 
 
 def show(row: Row, num_gpus: int) -> str:
@@ -150,10 +167,13 @@ def make_card_rows(activations: dict[str, dict[str, Any]]) -> Iterator[list[str]
         sizes = {label: measure_model(model, quantization) for label, quantization in FORMATS.items()}
         for num_gpus in counts:
             for label, size in sizes.items():
-                workload = Workload(read_activations(activations[name][label], len(size.layers)), CARD_TOKENS)
+                workload = read_workload(activations[name][label], len(size.layers), CARD_TOKENS)
                 cluster = Cluster(hardware, num_gpus, 1, usable_bytes(hardware.memory_bytes))
-                row = make_plan(size, workload, cluster).choice
-                cells = [f"{name}, {label}", str(num_gpus), name_placement(row.placement, num_gpus)]
+                plan = make_plan(size, workload, cluster)
+                row = plan.choice
+                assert plan.checkpointing is not None
+                recomputed = f"{plan.checkpointing.num_recomputed} of {plan.checkpointing.num_layers}"
+                cells = [f"{name}, {label}", str(num_gpus), _name(row, num_gpus), recomputed]
                 host_bytes = row.host_bytes * num_gpus + row.file_bytes
                 sizes_bytes = (size.base_bytes, row.peak_bytes, host_bytes, row.copied_bytes)
                 cells += [f"{num_bytes / 2**30:,.1f}" for num_bytes in sizes_bytes]
@@ -179,15 +199,16 @@ def render(record: dict[str, Any]) -> str:
         "flat: tokens/s of each (waits)",
         "hybrid: tokens/s of each (waits)",
         "the plan's choice: tokens/s of all",
+        "its layers that recompute",
         "flat: GiB into a node",
         "hybrid: GiB into a node",
     )
     for name in SHAPES:
         size = measure_model(build(name))
         for num_tokens in TOKENS:
-            activations = read_activations(record["activations"][name][str(num_tokens)], len(size.layers))
-            rows = list(make_rows(size, activations, num_tokens))
-            parts += [f"## {name}, {num_tokens:,} tokens on each GPU a step", format_table(header, rows)]
+            workload = read_workload(record["activations"][name][str(num_tokens)], len(size.layers), num_tokens)
+            title = f"## {name}, {num_tokens:,} tokens on each GPU a step, {len(size.layers)} layers"
+            parts += [title, format_table(header, list(make_rows(size, workload)))]
     card = find_gpu_type(CARD_TYPE)
     parts += [
         CARDS_HEAD.format(
@@ -201,6 +222,7 @@ def render(record: dict[str, Any]) -> str:
                 "model",
                 "cards",
                 "the plan's choice",
+                "layers that recompute",
                 "base, GiB",
                 "peak of a card, GiB",
                 "host memory in all, GiB",
@@ -220,14 +242,14 @@ Written by `python benchmarks/scaling.py`; a test keeps it so. **None of this is
 lorashard on more than one node: the bytes are the engine's (`tests/distributed/engine/test_costs.py` compares the
 same formula with what 2, 4 and 2 x 2 ranks count), the seconds are arithmetic over data sheets.
 
-Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, activation checkpointing, one row a step, {gpus} x
-{gpu_type} with 2 TiB of host memory on each node, {flops:.0f} TFLOPS, {peer:.0f} GB/s between the GPUs of a node and
-{network:.0f} GB/s into each node, as programs see them. Activations are traced with torch {torch} and transformers
-{transformers}.
+Llama 3.1's shapes, LoRA with r 16 on all linear layers, bf16, one row a step, {gpus} x {gpu_type} with 2 TiB of host
+memory on each node, {flops:.0f} TFLOPS, {peer:.0f} GB/s between the GPUs of a node and {network:.0f} GB/s into each
+node, as programs see them. Activations are traced with torch {torch} and transformers {transformers}.
 
 *Flat* shards the base over all GPUs, *hybrid* (`shard_group_size: node`) over those of each node, so that the base
-never crosses the network; that is the default. *Waits* is the share of a step that waits for the base. The last two
-columns are what each node receives of the base in a step."""
+never crosses the network; that is the default. In both all layers recompute their activations; *the plan's choice* is
+what `placement: auto` takes, which recomputes as few as memory demands. *Waits* is the share of a step that waits for
+the base. The last two columns are what each node receives of the base in a step."""
 
 CARDS_HEAD = """## Cards of 24 GB: bf16 and nf4, {tokens:,} tokens on each a step
 

@@ -402,8 +402,8 @@ def _plan(
         plan = plan_here(base, training, device, options)
     except PlanError as error:
         chosen: ResolvedPlacement | PlacementOptions
-        chosen = options.model_copy(update={"activation_checkpointing_layers": "all"})
-        lines = [f"placement: {error}; taking shard, give placement for another"]
+        chosen, taken = options.settle_unplanned()
+        lines = [f"placement: {error}; taking {taken}"]
     else:
         chosen = plan.choice.placement
         lines = [f"placement: {plan.reason}", *([str(plan.checkpointing)] if plan.checkpointing else [])]

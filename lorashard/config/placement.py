@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -96,6 +96,13 @@ class PlacementOptions(BaseModel):
         """`activation_checkpointing_layers`, whose default is `all` where the placement is given."""
         is_asked = "activation_checkpointing_layers" in self.model_fields_set
         return self.activation_checkpointing_layers if is_asked or self.combine()["placement"] == "auto" else "all"
+
+    def settle_unplanned(self) -> tuple[Self, str]:
+        """Return these options where nothing can be planned, and a list in words of what they left open."""
+        taken: dict[str, Any] = {"placement": "shard"} if self.combine()["placement"] == "auto" else {}
+        taken |= {"resident_layers": 0} if self.num_resident == "auto" else {}
+        taken |= {"activation_checkpointing_layers": "all"} if self.num_recomputed == "auto" else {}
+        return self.model_copy(update=taken), ", ".join(f"{name}: {value}" for name, value in taken.items())
 
     def check_num_recomputed(self, is_checkpointing: bool, every_n_layers: int, is_offloading: bool) -> None:
         """Refuse an `activation_checkpointing_layers` that contradicts other options of activation checkpointing.

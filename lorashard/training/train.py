@@ -341,8 +341,9 @@ def _place(
     try:
         plan = plan_here(describe_base(config), training, device, config)
     except PlanError as error:
-        log(f"placement: {error}; taking shard, give --placement for another")
-        return config.model_copy(update={"placement": "shard", "activation_checkpointing_layers": "all"}), None
+        settled, taken = config.settle_unplanned()
+        log(f"placement: {error}; taking {taken}")
+        return settled, None
     run.save_plan(plan.to_json())
     log(f"placement: {plan.reason}")
     if plan.checkpointing:

@@ -97,8 +97,8 @@ PINNED: tuple[Row, ...] = (
     pin(adapter="pissa", quantization="fp8", placement="shard, one resident"),
     # Backward ends above what checkpoints itself and asks for gradients of the embedding's output.
     pin(adapter="upper", checkpointing="reentrant", rows=1, source="memory"),
-    # Activation checkpointing of some layers is switched on over whatever was chosen.
-    pin(checkpointing="some", prefetch=2, scenarios="several", adapter="tokens"),
+    # Activation checkpointing of some layers is switched on over whatever was chosen; dropout draws the same masks.
+    pin(checkpointing="some", prefetch=2, dropout=0.1, scenarios="several", adapter="tokens"),
     # One rank: nothing is gathered, and the host's copies are all that is late.
     pin(world=1, placement="host", prefetch=0, checkpointing="non-reentrant", dropout=0.1, source="memory"),
     # -- The rest is left to CI. -----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from helpers.bases import build_any
 from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
 from lorashard.config.quantization_options import Quantization
 from lorashard.engine import plan_layout
+from lorashard.model.lora_linear import spare_lora_steps
 from lorashard.model.units import EMBEDDING, HEAD, LAYER
 from lorashard.planning.size import ModelSize, UnitSize, build_meta_model
 from lorashard.planning.trace import Microbatch
@@ -50,8 +51,9 @@ def build_meta(base: PreTrainedModel, dropout: float = 0.0, **lora: Any):
 
 
 def build_trained(base: PreTrainedModel, microbatch: Microbatch, dropout: float = 0.0, **lora: Any):
-    """Return `base` with an adapter, ready to train as `microbatch` says."""
+    """Return `base` with an adapter, ready to train as `microbatch` says, as `lorashard.load` leaves it."""
     model = add_lora(base, dropout, **lora)
+    spare_lora_steps(model)
     if microbatch.checkpointing is not None:
         set_checkpointing(model, "non-reentrant")
         model.enable_input_require_grads()

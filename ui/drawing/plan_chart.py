@@ -81,6 +81,18 @@ def plan_chart(plan: Mapping[str, Any]) -> go.Figure:
     return figure
 
 
+def describe_checkpointing(plan: Mapping[str, Any]) -> str | None:
+    """Return how many layers recompute and what that gains; None where the plan did not choose, or is an older one."""
+    found = plan.get("checkpointing")
+    if not found:
+        return None
+    line = f"activation checkpointing: {found['num_recomputed']} of {found['num_layers']} layers recompute"
+    before = found["recomputed_tokens_per_s"]
+    if before is None or found["num_recomputed"] == found["num_layers"]:
+        return line
+    return f"{line}; predicted {found['tokens_per_s']:,.0f} tokens/s instead of {before:,.0f}"
+
+
 def _label(plan: Mapping[str, Any], index: int) -> str:
     placement = plan["rows"][index]["placement"]
     layers = placement["resident_layers"]

@@ -19,7 +19,7 @@ from lorashard.runtime.gpus import list_gpus
 
 from ..app_context import AppContext
 from ..drawing import markup
-from ..drawing.plan_chart import plan_chart
+from ..drawing.plan_chart import describe_checkpointing, plan_chart
 from ..form.choices import list_datasets, list_models, list_runs
 from ..form.form import (
     MORE,
@@ -145,10 +145,12 @@ def bind(context: AppContext, parts: Parts) -> None:
         notes = markup.join(markup.tag("li", show_paths(note)) for note in found["notes"])
         size = found["model"].rpartition(": ")[2]  # its name stands in the form
         about = markup.tag("p", f"{size}; {found['cluster']}. The same on every rank.", class_="subdued")
+        line = describe_checkpointing(found)
+        recomputing = markup.tag("p", line) if line else ""
         yield [
             markup.note(show_paths(found["reason"]), kind),
             gr.update(value=plan_chart(found).to_json(), visible=True, elem_classes=list(CLASSES)),
-            about + markup.tag("ul", notes),
+            about + recomputing + markup.tag("ul", notes),
         ]
 
     plan_parts = [parts.plan_status, parts.plan_chart, parts.plan_notes]

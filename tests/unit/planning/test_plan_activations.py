@@ -107,7 +107,7 @@ def test_predicted_activations_are_what_training_allocates(case, dtype, checkpoi
 
     predicted = trace(build_meta(build(), dropout), microbatch)
     measured_bytes = measure_training(build_trained(build(), microbatch, dropout), microbatch)
-    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
+    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize(("loss", "dtype"), (("fused", torch.bfloat16), ("model", torch.float32)), ids=str)
@@ -121,7 +121,7 @@ def test_a_large_vocabulary_is_in_the_peak(loss, dtype):
     predicted = trace(build_meta(build()), microbatch)
     measured_bytes = measure_training(build_trained(build(), microbatch), microbatch)
     assert predicted.logits_bytes > predicted.layer_bytes
-    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
+    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.03)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_a_few_layers_stand_for_all():
         assert found[name].peak_bytes == pytest.approx(measured_bytes, rel=0.05)
         assert len(found[name].forward) == len(found[name].backward) == 10
     half_bytes = (found["all"].saved_bytes + found["none"].saved_bytes) / 2
-    assert found["half"].saved_bytes == pytest.approx(half_bytes, rel=0.1)
+    assert found["half"].saved_bytes == pytest.approx(half_bytes, rel=0.03)
     assert found["offloaded"].saved_bytes < found["all"].saved_bytes / 4
 
 
@@ -184,7 +184,7 @@ def test_experts_are_traced():
     lora = {"target_modules": ["q_proj", "v_proj"]}
     predicted = trace(build_meta(base, **lora), CPU)
     measured_bytes = measure_training(build_trained(base, CPU, **lora), CPU)
-    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
+    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.03)
 
 
 def test_work_is_that_of_the_parameters():
@@ -207,7 +207,7 @@ def test_micro_batches_of_a_layer_need_less_inside_it():
     assert parts.layer_bytes < whole.layer_bytes / 2
     model = build_trained(base, microbatch)
     split_layers(find_decoder_stack(model)[1], 1)
-    assert parts.peak_bytes == pytest.approx(measure_training(model, microbatch), rel=0.1)
+    assert parts.peak_bytes == pytest.approx(measure_training(model, microbatch), rel=0.03)
     assert parts.forward[0].flops == pytest.approx(whole.forward[0].flops, rel=0.05)
 
 
@@ -243,11 +243,15 @@ def test_the_tracker_forgets_what_is_freed():
     assert tracker.take_peak() == 40
 
 
+# Nothing but norms differs between the devices: no dropout, and no gelu of powers, which CUDA widens too. The norm of a
+# first layer that keeps its activations keeps nothing for backward, so there are two layers.
+SMALL = dict(vocab_size=96, num_hidden_layers=2, hidden_size=32, num_attention_heads=4)
+NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 LAYER_NORMS = {
-    "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2),
-    "neox": GPTNeoXConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-    "falcon": FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-    "phi": PhiConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64),
+    "gpt2": GPT2Config(**SMALL, **NO_DROPOUT, activation_function="gelu", bos_token_id=1, eos_token_id=2),
+    "neox": GPTNeoXConfig(**SMALL, intermediate_size=64),
+    "falcon": FalconConfig(**SMALL),
+    "phi": PhiConfig(**SMALL, intermediate_size=64, hidden_act="gelu"),
 }
 
 
@@ -267,4 +271,4 @@ def test_norms_are_planned_in_the_dtype_that_the_devices_autocast_gives_them(fam
         assert dtypes == {expected}  # in recomputation too
         peak_bytes[device] = found.saved_bytes + found.layer_bytes
     hidden_numel = 2 * 96 * base.config.hidden_size
-    assert peak_bytes["cuda"] >= peak_bytes["cpu"] + 2 * hidden_numel
+    assert peak_bytes["cuda"] >= peak_bytes["cpu"] + 4 * hidden_numel  # the input of one, in float32

@@ -131,6 +131,21 @@ def test_what_cannot_run_is_not_planned(option, value):
         plan(**{option: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    (
+        ({}, "placement: shard, resident_layers: 0, activation_checkpointing_layers: all"),
+        ({"placement": "host", "activation_checkpointing_layers": "auto"}, "activation_checkpointing_layers: all"),
+        ({"activation_checkpointing_layers": 2, "resident_layers": 1}, "placement: shard"),
+    ),
+)
+def test_what_cannot_be_planned_keeps_what_was_given_and_says_the_rest(options, expected):
+    """Catches a `host` that becomes `shard` because only the recomputed layers were left to `auto`, unsaid."""
+    settled, taken = PlacementOptions(**options).settle_unplanned()
+    assert taken == expected and not settled.is_placement_open
+    assert all(getattr(settled, name) == value for name, value in options.items() if value != "auto")
+
+
 def test_between_nodes_the_base_stays_inside_them():
     """Catches a slow network under every gather, where nodes could shard by themselves."""
     cluster = make_cluster(8, nodes=4, free_bytes=7 * GIB, network_bytes_per_s=3e9)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -8,8 +9,9 @@ pytest.importorskip("plotly")
 
 import numpy as np
 
+from lorashard.planning.choose import Checkpointing
 from lorashard_ui.drawing.charts import Curve, draw_bars, draw_curves
-from lorashard_ui.drawing.plan_chart import plan_chart
+from lorashard_ui.drawing.plan_chart import describe_checkpointing, plan_chart
 
 
 def test_smoothed_curve_is_strong_and_the_raw_one_faint_and_named_once():
@@ -72,3 +74,12 @@ def test_a_plan_shows_what_a_quantized_base_unpacks_to_apart():
         parts = [trace for trace in figure.data if trace.name != "free"]
         assert [trace.x[0] for trace in parts] == expected
         assert len({trace.marker.pattern.shape for trace in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    "found", (Checkpointing(12, 32, 4100.0, 3000.4), Checkpointing(32, 32, 1.0, 1.0), None), ids=str
+)
+def test_a_plan_says_how_many_layers_recompute_as_the_log_does(found):
+    """The form would be silent on what was chosen, or say it in other words; older plans have no such field."""
+    plan = {} if found is None else {"checkpointing": dataclasses.asdict(found)}
+    assert describe_checkpointing(plan) == (str(found) if found else None)
