@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """Where a saved tensor sits: in elements of `dtype` from the beginning of the unit's buffer."""
 
     unit: Unit
@@ -48,33 +46,23 @@ class Handle:
         return self.find().clone()
 
 
-@dataclass(frozen=True, slots=True)
-class WeightHandle:
+class WeightHandle(NamedTuple):
     """Which weight of a unit a saved `FrozenWeight` stands for, and the views that were taken of it."""
 
     unit: Unit
-    index: int
+    place: int
     views: tuple[Any, ...]
 
     def find(self) -> FrozenWeight:
         """Return the tensor; its unit is unsharded."""
-        return self.unit.bind(self.index).viewed(self.views)
+        return self.unit.bind(self.place).viewed(self.views)
 
     def copy(self) -> torch.Tensor:
         """Return the tensor's values in memory of their own; its unit is unsharded."""
         return self.find().read("a look at the graph")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor that is in no slot, and its version: hooks switch torch's own check for in-place changes off."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Outer:
+class _Outer(NamedTuple):
     """What the pair of hooks around ours made of a tensor."""
 
     packed: Any
@@ -91,29 +79,32 @@ def saved_handles(pool: SlotPool[Unit], restore: Callable[[Handle | WeightHandle
     outer: tuple[_Pack, _Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: torch.Tensor) -> Any:
-        slot = pool.find(tensor)
+        slot = None if tensor.requires_grad else pool.find(tensor)  # the base is frozen
         if slot is not None and slot.owner is not None:
             return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         if isinstance(tensor, FrozenWeight):
-            return _Kept(tensor, 0) if tensor.place is None else WeightHandle(*tensor.place, tensor.views)
+            return (tensor, 0) if tensor.place is None else WeightHandle(*tensor.place, tensor.views)
         if outer is not None:
             return _Outer(outer[0](tensor))
-        # Detached: a node that kept its own output would be a cycle that nothing collects.
-        return _Kept(tensor.detach(), tensor._version)
+        # Detached: a node that kept its own output would be a cycle that nothing collects. With its version: hooks
+        # switch torch's own check for in-place changes off.
+        return tensor.detach(), tensor._version
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, (Handle, WeightHandle)):
+        kind = type(packed)
+        if kind is Handle or kind is WeightHandle:
             return restore(packed)
-        if isinstance(packed, _Outer):
+        if kind is _Outer:
             assert outer is not None
             return outer[1](packed.packed)
-        if packed.tensor._version != packed.version:
+        tensor, version = packed
+        if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(packed.tensor.shape)} {packed.tensor.dtype} is at version {packed.tensor._version}; "
-                f"expected version {packed.version} instead"
+                f"{tuple(tensor.shape)} {tensor.dtype} is at version {tensor._version}; expected version {version} "
+                "instead"
             )
-        return packed.tensor
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -14,10 +14,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import ConfigError, ShardError
+from ..errors import ShardError
 from ..runtime.dist import ShardGroup
 from .autograd import Handle, WeightHandle, first_differentiable, is_in_backward, saved_handles
-from .schedule import Direction, ScheduleEntry, choose_slot
+from .root import make_root
+from .schedule import Direction, ScheduleEntry, choose_slot, find_next_of_class
 from .slots import Slot, SlotPool, plan_slots
 from .stats import Stats
 from .streams import SideStream
@@ -66,6 +67,7 @@ class Engine:
         self.pool: SlotPool[Unit] = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
         self._order_slots()
         self._positions = {unit: [i for i, entry in enumerate(schedule) if entry.unit is unit] for unit in self.units}
+        self._classes = [None if entry.unit.is_resident else entry.unit.size_class for entry in schedule]
         self._position = 0
         self._direction = Direction.FORWARD
         self._depth = 0
@@ -165,7 +167,7 @@ class Engine:
 
     def _install_hooks(self, roots: Sequence[nn.Module]) -> None:
         for root in roots:
-            _make_root(root, self)
+            make_root(root, self.running)
         for position, entry in enumerate(self._schedule):
             for module in entry.modules:
                 self._hook(module, position)
@@ -247,6 +249,9 @@ class Engine:
         ahead = (entry.unit for entry in self._schedule[position + 1 :] if not entry.unit.is_resident)
         for unit in itertools.islice(ahead, self._prefetch):
             self._start_unshard(unit)
+        following = find_next_of_class(self._classes, position)
+        if following is not None and self._prefetch > 0:
+            self._start_unshard(self._schedule[following].unit)
 
     def _enter_backward(self, unit: Unit) -> None:
         """Unshard `unit` because its backward, or its recomputation, begins."""
@@ -281,8 +286,10 @@ class Engine:
                 break
             if not entry.unit.is_resident:
                 yield entry.unit
-        if (first := self._schedule[0].unit).size_class != self._schedule[position].unit.size_class:
-            yield first  # not while in the head: the final norm's backward enters that once more
+        # Not while in the head, which the final norm's backward enters once more; nor if the head is to be
+        # differentiated twice (create_graph).
+        if self._classes[0] not in (None, self._classes[position]) and not torch.is_grad_enabled():
+            yield self._schedule[0].unit
 
     def _leave_backward(self, unit: Unit) -> None:
         if is_in_backward():
@@ -384,7 +391,9 @@ class Engine:
 
     def _restore(self, handle: Handle | WeightHandle) -> torch.Tensor:
         if is_in_backward():
-            self._enter_backward(handle.unit)
+            is_entered = self._graph_task == torch._C._current_graph_task_id() and handle.unit.state is State.UNSHARDED
+            if not is_entered:
+                self._enter_backward(handle.unit)
             return handle.find()
         self._unshard(handle.unit)
         return handle.copy()  # somebody looks at the graph: their tensor must outlive the slot
@@ -424,27 +433,3 @@ class Engine:
             fix="give every rank the same number of batches, evaluate on all ranks, and call generate equally often on "
             "all",
         )
-
-
-def _make_root(module: nn.Module, engine: Engine) -> None:
-    """Surround every call of `module` with `engine.running()`, by a subclass that is otherwise the same class.
-
-    A forward hook would not run after KeyboardInterrupt, and `forward` itself is replaced by others.
-    """
-    original = type(module)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # an error that the compiler meets while it traces would make it skip this call
-            raise ConfigError(
-                "torch.compile was given the whole model (a trainer's torch_compile=True does that), the sharding with "
-                "it",
-                option="torch_compile",
-                fix="leave it out there and give torch_compile to lorashard.load or lorashard.shard, which compile the "
-                "decoder layers",
-            )
-        with engine.running():
-            return original.__call__(self, *args, **kwargs)
-
-    namespace = {"__call__": call, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    module.__class__ = type(original.__name__, (original,), namespace)

@@ -120,13 +120,14 @@ class HostHome(_ShardHome):
 
         Ranks: collective over the shard group; local in a group of one.
         """
-        unsharded = buffer[: self.layout.total_bytes]
-        own_part = unsharded.view(self._group.size, -1)[self._group.rank]
+        shard_bytes, rank = self.layout.shard_bytes, self._group.rank
+        own_part = buffer[rank * shard_bytes : (rank + 1) * shard_bytes]
         self.num_copies += 1
-        self.copied_bytes += own_part.numel()
+        self.copied_bytes += shard_bytes
         copied = self._copies.start([(own_part, self.shard)])
         if self._group.size == 1:
             return copied
+        unsharded = buffer[: self.layout.total_bytes]
         copied.wait()  # on the side stream: the gather must not send what is not there yet
         return self._group.all_gather(unsharded, own_part)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -68,15 +69,15 @@ class Layout:
     fields: tuple[Field, ...]
     num_shards: int
 
-    @property
+    @cached_property
     def used_bytes(self) -> int:
         return self.fields[-1].end_byte if self.fields else 0
 
-    @property
+    @cached_property
     def shard_bytes(self) -> int:
         return round_up(math.ceil(self.used_bytes / self.num_shards), ALIGNMENT_BYTES)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return self.shard_bytes * self.num_shards
 

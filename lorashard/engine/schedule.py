@@ -56,6 +56,20 @@ def count_visits_until(target: int, position: int, direction: Direction, num_vis
     return num_visits - position + target
 
 
+def find_next_of_class(classes: Sequence[str | None], position: int) -> int | None:
+    """Return whose turn it is in the slot that is left where a forward enters `position` from another class.
+
+    The embedding is left for the first layer, and the head comes next in its slot: nothing else waits for that.
+
+    Args:
+        classes: of each visit of a forward the size class, or None of a unit that needs no slot.
+    """
+    left = classes[position - 1] if position > 0 else None
+    if left is None or left == classes[position]:
+        return None
+    return next((i for i in range(position + 1, len(classes)) if classes[i] == left), None)
+
+
 def choose_slot(
     owners: Sequence[Key | None],
     is_in_use: Callable[[Key], bool],

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, Protocol, TypeVar
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ..errors import ShardError
 from .layout import Field, Layout
 from .queues import Event, on_device
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_USE_COUNT = torch.Tensor._use_count  # type: ignore[attr-defined]
+_MAX_VIEWS = 64  # that a slot keeps: code may slice its weights by what the data are
 
 
 class SlotUser(Protocol):
@@ -47,6 +52,10 @@ class Slot(Generic[OwnerT]):
         reused the count must be back to what it was when the slot was made. Collectives write through `wire`, the
         same memory under another storage, because a backend's own threads drop their references when they like.
 
+        A slot keeps what modules hold for each unit that has been in it (`bind`), and what backward reads
+        (`view_strided`), so that nothing is made again in the loop. These tensors are counted in, and the references to
+        each object must be back as well.
+
     Memory: `num_bytes` on the device, for the life of the pool.
     """
 
@@ -63,6 +72,9 @@ class Slot(Generic[OwnerT]):
         with on_device(self._device):  # torch exports no tensor of another GPU than the current one
             self.wire = torch.from_dlpack(self.buffer)
         self._storage = self.buffer.untyped_storage()
+        self._bound: dict[OwnerT, tuple[Sequence[torch.Tensor], int]] = {}
+        self._views: dict[Any, torch.Tensor] = {}
+        self._quiet_views = 0  # references to those
         self._quiet_count = self._count_references()
 
     @property
@@ -72,6 +84,19 @@ class Slot(Generic[OwnerT]):
     def _count_references(self) -> int:
         return torch._C._storage_Use_Count(self._storage._cdata)
 
+    def bind(self, owner: OwnerT, make: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Return the tensors that modules hold for `owner` while it is in this slot: `make` is asked for them once.
+
+        Memory: the tensors' objects, about a kilobyte each; their bytes are the slot's.
+        """
+        if owner not in self._bound:
+            before = self._count_references()
+            with torch.inference_mode(False):  # they outlive that mode, and are saved for a backward
+                tensors = make()
+            self._quiet_count += self._count_references() - before
+            self._bound[owner] = tensors, _count_objects(tensors)
+        return self._bound[owner][0]
+
     def view(self, field: Field) -> torch.Tensor:
         """Return the tensor whose bytes are `field` of the unit that this slot holds."""
         return own_version(field.view_in(self.buffer))
@@ -80,11 +105,28 @@ class Slot(Generic[OwnerT]):
         self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
-        return own_version(self.buffer.view(dtype).as_strided(shape, stride, offset))
+        place = dtype, shape, stride, offset
+        view = self._views.get(place)
+        if view is None:
+            with torch.inference_mode(False):
+                view = own_version(self.buffer.view(dtype).as_strided(shape, stride, offset))
+            if len(self._views) < _MAX_VIEWS:
+                self._views[place] = view
+                self._quiet_count += 1
+                self._quiet_views += _QUIET_REFERENCES
+        return view
 
     def is_held(self) -> bool:
-        """Tell whether a tensor outside of the engine still views this slot."""
-        return self._count_references() > self._quiet_count
+        """Tell whether something outside of the engine still views this slot, or has a tensor of its owner's.
+
+        Without an owner, of any that has been here.
+        """
+        if self._count_references() > self._quiet_count:
+            return True
+        if _count_objects(self._views.values()) > self._quiet_views:
+            return True
+        bound = self._bound.values() if self.owner is None else [self._bound.get(self.owner, ((), 0))]
+        return any(_count_objects(tensors) > quiet_count for tensors, quiet_count in bound)
 
     def check_not_held(self) -> None:
         """Raise ShardError if a tensor outside of the engine still views this slot. See [Nobody else holds a slot]."""
@@ -112,6 +154,14 @@ class Slot(Generic[OwnerT]):
             self._allocate()
 
 
+def _count_objects(tensors: Collection[torch.Tensor]) -> int:
+    """Count the references to the tensors, in Python and in C++ (what autograd saves without hooks)."""
+    return sum(map(sys.getrefcount, tensors)) + sum(map(_USE_COUNT, tensors))
+
+
+_QUIET_REFERENCES = _count_objects({0: torch.empty(0)}.values())  # to a tensor that only a dict has
+
+
 class SlotPool(Generic[OwnerT]):
     """Slots in size classes, made once; a unit only ever takes a slot of its own class.
 
@@ -123,7 +173,7 @@ class SlotPool(Generic[OwnerT]):
         self._classes: dict[str, list[Slot[OwnerT]]] = {
             name: [Slot(num_bytes, device) for _ in range(num)] for name, (num, num_bytes) in sizes.items()
         }
-        self._by_address = {slot.address: slot for slot in self}
+        self._ranges = self._find_ranges()
 
     def __iter__(self) -> Iterator[Slot[OwnerT]]:
         return (slot for slots in self._classes.values() for slot in slots)
@@ -140,16 +190,25 @@ class SlotPool(Generic[OwnerT]):
 
     def find(self, tensor: torch.Tensor) -> Slot[OwnerT] | None:
         """Return the slot that `tensor` lives in, or None."""
-        # A sparse tensor has no storage, and a subclass need not have one of its own.
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not torch._C._has_storage(tensor):
+        if type(tensor) not in _PLAIN:  # a subclass need not have a storage of its own
             return None
-        return self._by_address.get(tensor.untyped_storage().data_ptr())
+        try:
+            address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # a view of no element has none
+        except RuntimeError:  # nor has a sparse tensor a storage
+            return None
+        for begin, end, slot in self._ranges:  # there are few, and this is asked of all that autograd saves
+            if begin <= address < end:
+                return slot
+        return None
 
     def replace_held(self) -> None:
         """Give every slot that an exception left viewed a new buffer."""
         for slot in self:
             slot.replace_if_held()
-        self._by_address = {slot.address: slot for slot in self}
+        self._ranges = self._find_ranges()
+
+    def _find_ranges(self) -> list[tuple[int, int, Slot[OwnerT]]]:
+        return [(slot.address, slot.address + slot.num_bytes, slot) for slot in self]
 
 
 def plan_slots(units: Iterable[SlotUser], num_layer_slots: int) -> dict[str, tuple[int, int]]:

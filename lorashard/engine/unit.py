@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -96,13 +96,19 @@ class Unit:
         self.slot: Slot[Unit] | None = None
         self.has_backward_below = False  # whether backward continues to the units before this one
         self._work: Work | None = None
+        self._places: list[tuple[int, dict[str, Any], str]] = [
+            (index, owner.module._parameters, owner.attribute)
+            for index, weight in enumerate(weights)
+            for owner in weight.owners
+        ]
+        self._placeholders = [weight.placeholder for weight in weights]
         views = home.views()
         self.is_resident = views is not None
         if views is not None:
             self._put(self._bind_all([own_version(view) for view in views]))
             self.state = State.UNSHARDED
         else:
-            self._put([weight.placeholder for weight in weights])
+            self._put(self._placeholders)
 
     @property
     def layout(self) -> Layout:
@@ -130,7 +136,8 @@ class Unit:
             return
         assert self.slot is not None
         self._settle(stream)
-        self._put(self._bind_all([self.slot.view(field) for field in self.layout.fields]))
+        slot = self.slot
+        self._put(slot.bind(self, lambda: self._bind_all([slot.view(field) for field in self.layout.fields])))
         self.state = State.UNSHARDED
 
     def release(self, stream: SideStream) -> None:
@@ -141,7 +148,7 @@ class Unit:
         Ranks: local.
         """
         if self.state is State.UNSHARDED and self.slot is not None:
-            self._put([weight.placeholder for weight in self.weights])
+            self._put(self._placeholders)
             self.slot.readers_done = stream.mark()
             self.state = State.CACHED
 
@@ -168,7 +175,7 @@ class Unit:
         """
         if self.slot is not None:
             self._settle(stream)
-            self._put([weight.placeholder for weight in self.weights])
+            self._put(self._placeholders)
             self.slot.readers_done = stream.mark()
             self.slot.owner, self.slot = None, None
             self.state = State.SHARDED
@@ -214,10 +221,9 @@ class Unit:
         return weight.format.bind(weight.placeholder, parts, None if self.slot is None else (self, index))
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
-        # Swapped in place, never through `.data`: autograd must see a new tensor, not an old one with new values.
-        for weight, tensor in zip(self.weights, tensors, strict=True):
-            for owner in weight.owners:
-                owner.module._parameters[owner.attribute] = tensor  # type: ignore[assignment]
+        # Swapped in place, never through `.data`: autograd must see another tensor, not an old one with new values.
+        for index, parameters, attribute in self._places:
+            parameters[attribute] = tensors[index]
 
 
 def _named_range(name: str) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, takewhile
 
-from ..engine.schedule import Direction, choose_slot
+from ..engine.schedule import Direction, choose_slot, find_next_of_class
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class _Simulation:
         self._positions = {
             entry.unit: [i for i, other in enumerate(entries) if other.unit == entry.unit] for entry in entries
         }
+        self._classes = [transfers[e.unit].size_class if e.unit in transfers else None for e in entries]
         self._position = 0
         self._direction = Direction.FORWARD
         self._in_use: str | None = None
@@ -108,7 +109,10 @@ class _Simulation:
         units = [entry.unit for entry in self._entries]
         self._direction = Direction.TRAINING_FORWARD
         for position, entry in enumerate(self._entries):
-            self._compute(position, entry.forward_s, units[position + 1 :])
+            following = find_next_of_class(self._classes, position)
+            self._compute(
+                position, entry.forward_s, units[position + 1 :], None if following is None else units[following]
+            )
         self._direction = Direction.BACKWARD
         for position, entry in reversed(list(enumerate(self._entries))):
             if entry.backward_s is not None:
@@ -119,14 +123,15 @@ class _Simulation:
     def _ahead_of_backward(self, position: int) -> list[str]:
         """Return the units that come after the backward of an entry, ending with the next forward's first."""
         below = takewhile(lambda other: other.backward_s is not None, reversed(self._entries[:position]))
-        classes = [
-            self._transfers[unit].size_class if unit in self._transfers else None
-            for unit in (self._entries[0].unit, self._entries[position].unit)
-        ]
-        return [other.unit for other in below] + ([self._entries[0].unit] if classes[0] != classes[1] else [])
+        is_slot_free = self._classes[0] not in (None, self._classes[position])
+        return [other.unit for other in below] + ([self._entries[0].unit] if is_slot_free else [])
 
-    def _compute(self, position: int, seconds: float, ahead: Iterable[str]) -> None:
-        """Unshard the unit of an entry, start the transfers of those ahead of it, compute, and reshard."""
+    def _compute(self, position: int, seconds: float, ahead: Iterable[str], following: str | None = None) -> None:
+        """Unshard the unit of an entry, start the transfers of those ahead of it, compute, and reshard.
+
+        Args:
+            following: whose turn it is in the slot that was left for this entry's.
+        """
         self._position = position
         unit = self._entries[position].unit
         if unit in self._transfers:
@@ -134,6 +139,8 @@ class _Simulation:
             self._in_use = unit
             self._wait(max(0.0, self._slot_of[unit].arrival_s - self.total.seconds))
         self._start_ahead(ahead)
+        if following is not None and self._prefetch > 0:
+            self._start(following)
         self.total.seconds += seconds
         if unit in self._transfers:
             self._in_use = None

@@ -1,6 +1,6 @@
 """Compare Triton's unpacking kernels with torch's operations, bit for bit; or compile them for GPUs, without one.
 
-A program for `helpers.triton.run`: what it does depends on whether Triton interprets.
+A program for `helpers.with_triton.run`: what it does depends on whether Triton interprets.
 """
 
 from __future__ import annotations

@@ -251,6 +251,32 @@ def test_a_view_that_is_stored_outside_is_named(derive):
     assert rig.find_differences(train) == []
 
 
+class Leak(torch.autograd.Function):
+    """Puts the weight that a backward reads where it stays."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, kept: list) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.kept = kept
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.kept.extend(ctx.saved_tensors)
+        return grad, None, None
+
+
+def test_a_weight_that_a_backward_has_left_outside_is_named():
+    """The slot keeps what it gives a backward, for the next one: it would count as its own."""
+    rig = build_rig(num_layers=5)
+    kept: list = []
+    layer = rig.model.layers[4].linear
+    layer.register_forward_hook(lambda m, args, output: Leak.apply(output, m.weight, kept))
+    with pytest.raises(ShardError) as caught:
+        train(rig.model)
+    assert "layers.4" in caught.value.where and len(kept) == 1
+
+
 def make_cycle(weight: torch.Tensor) -> None:
     cycle: list = [weight]
     cycle.append(cycle)

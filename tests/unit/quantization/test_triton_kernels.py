@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from helpers import triton
+from helpers import with_triton
 
 from lorashard.quantization.kernels import Unpack, try_kernel
 from lorashard.quantization.rowwise import Int8
@@ -32,12 +32,12 @@ class Missing(Int8):
 
 def test_kernels_give_the_bits_of_torch_in_the_interpreter():
     """Catches another order of products, a rounding that is not to even, and a tail that reads or writes too far."""
-    assert triton.run("helpers.unpacking_by_triton", interpret=True).endswith("equal\n")
+    assert with_triton.run("helpers.unpacking_by_triton", interpret=True).endswith("equal\n")
 
 
 def test_kernels_compile_for_gpus_to_the_operations_of_torch(tmp_path):
     """Catches what the interpreter alone accepts, fused multiply-adds, zeros for tiny values, and a second launch."""
-    found = triton.run("helpers.unpacking_by_triton", interpret=False, cache=tmp_path)
+    found = with_triton.run("helpers.unpacking_by_triton", interpret=False, cache=tmp_path)
     assert found.endswith("compiled\n")
 
 

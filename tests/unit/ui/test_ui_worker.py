@@ -73,7 +73,7 @@ def test_it_answers_as_the_command_line(forks, tmp_path):
     words += ["--max_length", "128"]
     try:
         plan = worker.plan(words)
-        assert plan["num_ranks"] == 2 and plan["names"][:2] == ["replicate", "shard"]
+        assert plan["num_ranks"] == 2 and {"replicate", "shard"} < set(plan["names"])
         assert any(note.startswith("dtype: ") for note in plan["notes"])  # what `auto`, the default, is here
         assert plan["rows"][0]["peak_bytes"] > plan["rows"][0]["rest_bytes"] > 10**6
         assert worker.describe_model("examples/demo/base").startswith("38 tensors")
