@@ -421,8 +421,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "order: recovery waits for nothing": Mutant(
         "lorashard/engine/unit.py",
-        "            self._settle(stream)\n            self._put([weight.placeholder",
-        "            self._work = None\n            self._put([weight.placeholder",
+        "            self._settle(stream)\n            self._put(self._placeholders",
+        "            self._work = None\n            self._put(self._placeholders",
         "after an exception a slot is filled twice at once",
         ORDER,
     ),
