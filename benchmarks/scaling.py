@@ -93,7 +93,7 @@ def _trace(name: str, num_tokens: int, quantization: Quantization | None = None)
     for label, checkpointing in RECOMPUTING.items():
         microbatch = Microbatch(1, num_tokens, checkpointing=checkpointing)
         values = dataclasses.asdict(trace(build(name), microbatch, quantization))
-        values["forward"], values["backward"] = values["forward"][-1], values["backward"][-1]
+        values |= {way: values[way][-1] for way in ("forward", "backward", "layers_saved")}
         found[label] = values
     return found
 
@@ -106,6 +106,7 @@ def read_workload(found: dict[str, Any], num_layers: int, num_tokens: int) -> Wo
 
 def _read_activations(values: dict[str, Any], num_layers: int) -> Activations:
     layers = {way: (Work(**values[way]),) * num_layers for way in ("forward", "backward")}
+    layers["layers_saved"] = (values["layers_saved"],) * num_layers
     return Activations(**values | layers | {"rest": Work(**values["rest"])})
 
 

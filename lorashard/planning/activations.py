@@ -16,7 +16,7 @@ class Activations:
         saved_bytes: what is kept for backward when the last decoder layer has run.
         layer_bytes: the most on top of it while layers run forward and backward.
         logits_bytes: the most on top of it while the head and the loss run; never at the same time.
-        hidden_bytes: of the hidden states between two decoder layers.
+        layers_saved: of `saved_bytes`, the bytes of each decoder layer.
         forward: work of the forward of each decoder layer.
         backward: work of the backward of each, with its recomputation if there is any.
         rest: work of everything else: embedding, head, loss.
@@ -26,7 +26,7 @@ class Activations:
     saved_bytes: int
     layer_bytes: int
     logits_bytes: int
-    hidden_bytes: int
+    layers_saved: tuple[int, ...]
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     rest: Work
@@ -46,12 +46,12 @@ def recompute_some(recomputed: Activations, saved: Activations, num_layers: int)
     """
     count = len(saved.forward)
     chosen = set(spread(range(count), num_layers))
-    share = len(chosen) / count
+    layers_saved = tuple((recomputed if i in chosen else saved).layers_saved[i] for i in range(count))
     return Activations(
-        saved_bytes=round(share * recomputed.saved_bytes + (1 - share) * saved.saved_bytes),
+        saved_bytes=saved.saved_bytes - sum(saved.layers_saved) + sum(layers_saved),
         layer_bytes=max(recomputed.layer_bytes if chosen else 0, saved.layer_bytes),
         logits_bytes=max(recomputed.logits_bytes, saved.logits_bytes),
-        hidden_bytes=saved.hidden_bytes,
+        layers_saved=layers_saved,
         forward=saved.forward,
         backward=tuple((recomputed if i in chosen else saved).backward[i] for i in range(count)),
         rest=saved.rest,

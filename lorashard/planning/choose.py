@@ -22,7 +22,7 @@ from ..errors import ConfigError, UserError
 from ..runtime import dist
 from ..runtime.agreement import raise_on_all_ranks
 from ..runtime.disk import show_bytes
-from .costs import Row, Workload, compute_row, fits
+from .costs import Row, Workload, compute_row, leaves_room
 from .hardware import Cluster
 from .memory import add_resident_layers, save_activations
 from .size import ModelSize
@@ -261,7 +261,7 @@ def _candidates(
     streaming = [make("shard", group) for group in groups if cluster.num_ranks > 1]
     if not is_cpu or meant["placement"] == "host":  # on a CPU the host's memory is the device's
         streaming += [make("host", group) for group in groups]
-    is_fitting = partial(fits, size, workload, cluster)
+    is_fitting = partial(leaves_room, size, workload, cluster)
     for placement in [make("replicate", 1), *streaming, make("file", 1)]:
         uses = []
         if _is_recomputing_open(options, workload):

@@ -18,6 +18,8 @@ _PEER_HOP_S = 3e-6
 _NETWORK_HOP_S = 8e-6
 # DDP's first bucket to be reduced last, which nothing hides.
 _LAST_BUCKET_BYTES = 25 * 2**20
+# What a plan may fill of a machine's available memory, which other processes take from too.
+_CPU_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,18 @@ def _find_lack(memory: BaseMemory, beside_bytes: int, cluster: Cluster) -> str |
     return None
 
 
-def fits(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> bool:
-    """Tell whether `placement` fits on the device."""
-    memory = place_base(size, placement, cluster.hardware.device_type)
-    return memory.device_bytes + _count_beside(size, workload, cluster, placement) <= cluster.free_bytes
+def leaves_room(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> bool:
+    """Tell whether `placement` may take memory only to be faster.
+
+    On a CPU the memory is also the machine's: a margin stays free, and the base's pages of files stay in the page
+    cache, for they would be read from the disk in every pass.
+    """
+    device_type = cluster.hardware.device_type
+    memory = place_base(size, placement, device_type)
+    needed_bytes = memory.device_bytes + _count_beside(size, workload, cluster, placement)
+    if device_type != "cpu":
+        return needed_bytes <= cluster.free_bytes
+    return needed_bytes + memory.file_bytes / cluster.ranks_per_node <= _CPU_SHARE * cluster.free_bytes
 
 
 def _count_beside(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> int:

@@ -87,7 +87,6 @@ class _Run(Amounts):
     head_forward_bytes: float
     head_backward_bytes: float
     layers_backward_bytes: float
-    hidden_bytes: float
     workspace_bytes: float
     forward: Work
     backward: Work
@@ -166,7 +165,7 @@ def _assemble(base: _Run, added: Mapping[Hashable, _Run], kinds: Mapping[Hashabl
         saved_bytes=round(total.saved_bytes),
         layer_bytes=round(layers_bytes - total.saved_bytes),
         logits_bytes=round(head_bytes - total.saved_bytes),
-        hidden_bytes=round(base.hidden_bytes),
+        layers_saved=tuple(round(run.saved_bytes) for run in order),
         forward=tuple(run.forward for run in order),
         backward=tuple(run.backward for run in order),
         rest=rest,
@@ -211,7 +210,6 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
         seen["layers_forward_bytes"] = tracker.take_peak()
         seen["saved_bytes"] = tracker.live_bytes
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        seen["hidden_bytes"] = hidden.nbytes
         hidden.register_hook(enter_layers)
 
     def enter_layers(gradient: torch.Tensor) -> None:

@@ -302,9 +302,8 @@ class Chat:
         self._failure.close()
 
     def _explain_end(self, exit_code: int) -> str:
-        failure = self._failure.read()
-        if failure:
-            return json.loads(failure)["message"]
+        with suppress(ValueError, KeyError):  # nothing was written, or not all of it
+            return str(json.loads(self._failure.read())["message"])
         said = " | ".join(list(self._lines)[-_TOLD_LINES:])
         if exit_code < 0:
             name = signal.Signals(-exit_code).name

@@ -50,6 +50,7 @@ def start(
     Raises:
         OSError, subprocess.SubprocessError: no process could be started at all.
     """
+    _failure_file(exit_file).unlink(missing_ok=True)  # of an earlier start
     words = [sys.executable, "-P", __file__, str(log), str(exit_file), str(process_file), *command]
     files = {PROGRESS_FILE_VARIABLE: progress_file, _FAILURE_FILE_VARIABLE: _failure_file(exit_file)}
     subprocess.run(
@@ -100,7 +101,7 @@ def main() -> None:
     os.write(say_started, b"1")
     os.close(say_started)
     code = process.wait()
-    failure = _take_failure(exit_file)
+    failure = _take_failure(exit_file) if code != 0 else None  # ranks that were started again have failed as well
     _replace(exit_file, {"exit_code": code if code >= 0 else 128 - code, "time": time.time(), "failure": failure})
 
 

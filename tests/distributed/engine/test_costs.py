@@ -167,7 +167,7 @@ def test_a_step_in_pieces_gathers_what_one_microbatch_gathers():
 
 # -- bytes, counted and planned ----------------------------------------------------------------------------------------
 
-NO_ACTIVATIONS = Activations(0, 0, 0, 0, (Work(1e9),) * NUM_LAYERS, (Work(1e9),) * NUM_LAYERS, Work())
+NO_ACTIVATIONS = Activations(0, 0, 0, (0,) * NUM_LAYERS, (Work(1e9),) * NUM_LAYERS, (Work(1e9),) * NUM_LAYERS, Work())
 CPU = replace(find_gpu_type("l4"), device_type="cpu", is_overlapping=False)
 Options = dict[str, Any]
 Case = tuple[str, Quantization | None, str, int, Options]

@@ -17,6 +17,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     PhiConfig,
+    Qwen2MoeConfig,
 )
 from trl.trainer.utils import add_fused_lm_head
 
@@ -167,6 +168,33 @@ def test_some_layers_recomputed_take_what_is_predicted(family, dropout):
         model.enable_input_require_grads()
         predicted_bytes = recompute_some(recomputed, saved, num_layers).peak_bytes
         assert predicted_bytes == pytest.approx(measure_training(model, CPU), rel=0.1), num_layers
+
+
+def test_layers_that_differ_keep_what_each_of_them_keeps():
+    """Catches an average over the layers: of a dense one and one with experts the cheap one might be recomputed."""
+    config = Qwen2MoeConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=512,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        decoder_sparse_step=2,
+    )
+
+    def build() -> PeftModel:
+        return build_meta(AutoModelForCausalLM.from_config(config).to(torch.bfloat16), target_modules=["q_proj"])
+
+    recomputed, saved = (trace(build(), replace(CPU, checkpointing=kind)) for kind in ({}, None))
+    assert len(set(saved.layers_saved)) == 2
+    for num_layers in (1, 2):
+        model = build()
+        checkpoint_some(model, num_layers)
+        expected = trace(model, replace(CPU, checkpointing={})).saved_bytes
+        assert recompute_some(recomputed, saved, num_layers).saved_bytes == pytest.approx(expected, rel=0.05)
 
 
 def test_experts_are_traced():

@@ -38,7 +38,13 @@ def make_activations(layer_s: float = 0.1, peak_bytes: int = GIB, recompute: int
     """Return a microbatch whose layers compute for `layer_s` forward on GPU."""
     forward, backward = Work(layer_s * GPU.flops_per_s), Work(recompute * layer_s * GPU.flops_per_s)
     return Activations(
-        peak_bytes // 2, peak_bytes // 2, 0, 0, (forward,) * NUM_LAYERS, (backward,) * NUM_LAYERS, Work()
+        saved_bytes=peak_bytes // 2,
+        layer_bytes=peak_bytes // 2,
+        logits_bytes=0,
+        layers_saved=(peak_bytes // 2 // NUM_LAYERS,) * NUM_LAYERS,
+        forward=(forward,) * NUM_LAYERS,
+        backward=(backward,) * NUM_LAYERS,
+        rest=Work(),
     )
 
 
@@ -222,6 +228,7 @@ def plan_saving(saved_bytes: int, layer_s: float = 0.1, free_bytes: int = 9 * GI
     """Return a plan over slow links, where all layers together may save `saved_bytes`."""
     recomputed = make_activations(layer_s)
     saved = replace(make_activations(layer_s, recompute=1), saved_bytes=saved_bytes)
+    saved = replace(saved, layers_saved=(saved_bytes // NUM_LAYERS,) * NUM_LAYERS)
     cluster = make_cluster(free_bytes=free_bytes, peer_bytes_per_s=5e9, host_bytes_per_s=2e8, file_bytes_per_s=2e8)
     return make_plan(SIZE, Workload(recomputed, 4096, saved_activations=saved), cluster, PlacementOptions(**options))
 
@@ -265,6 +272,18 @@ def test_host_memory_is_limited_too():
     rows = {row.placement.placement: row for row in plan(cluster=small).rows if not row.placement.resident_layers}
     assert rows["host"].lacks.startswith("8.2 of 4.0 GiB of host")
     assert rows["file"].fits
+
+
+def test_on_a_cpu_activations_do_not_displace_the_base():
+    """Catches a base that is read from the disk in every pass, since its pages went for saved activations; and a plan
+    that leaves no byte to anybody."""
+    recomputed, saved = make_activations(), make_activations(peak_bytes=6 * GIB, recompute=1)
+    workload = Workload(recomputed, 4096, saved)
+    for free_bytes in (11 * GIB, 13 * GIB, 16 * GIB):
+        cluster = make_cluster(1, device_type="cpu", free_bytes=free_bytes)
+        made = make_plan(SIZE, workload, cluster, PlacementOptions())
+        assert made.choice.placement.placement == "replicate"
+        assert made.choice.peak_bytes <= 0.9 * free_bytes or made.choice.placement.num_recomputed == "all"
 
 
 def test_on_a_cpu_files_are_mapped_and_host_memory_is_the_device():
