@@ -326,7 +326,7 @@ def judge(rows: dict[str, Any], shape: Shape) -> dict[str, Any]:
     loops, runs = [*PLACEMENTS, *QUANTIZED], [name for name, run in RUNS.items() if run.plain]
     differing = [rows[name]["differing"] for name in CHECKS if "differing" in rows.get(name, {})]
     fastest = worst(get("tokens_per_s"), *runs) if shape == SHAPES["8b"] else None
-    same_loss = [*PLACEMENTS, *(name for name in runs if "quantization" not in RUNS[name].options)]
+    same_loss = [*PLACEMENTS, *(name for name in runs if not {"quantization", "numerics"} & RUNS[name].options.keys())]
     return {
         "fastest finetune, tokens/s, and NeMo's on an H100": bar(fastest, at_least=NEMO_TOKENS_PER_S),
         "resident finetune's step / TRL's": bar(
