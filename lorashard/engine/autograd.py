@@ -79,7 +79,8 @@ def saved_handles(pool: SlotPool[Unit], restore: Callable[[Handle | WeightHandle
     outer: tuple[_Pack, _Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: torch.Tensor) -> Any:
-        slot = None if tensor.requires_grad else pool.find(tensor)  # the base is frozen
+        is_activation = tensor.requires_grad and not tensor._is_view()  # the base is frozen
+        slot = None if is_activation else pool.find(tensor)
         if slot is not None and slot.owner is not None:
             return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         if isinstance(tensor, FrozenWeight):

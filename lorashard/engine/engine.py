@@ -72,6 +72,7 @@ class Engine:
         self._direction = Direction.FORWARD
         self._depth = 0
         self._graph_task = -1
+        self._num_forwards = 0  # with gradients, since the last backward
         self._leaf_hooks: list[RemovableHandle] = []
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
@@ -286,9 +287,10 @@ class Engine:
                 break
             if not entry.unit.is_resident:
                 yield entry.unit
-        # Not while in the head, which the final norm's backward enters once more; nor if the head is to be
-        # differentiated twice (create_graph).
-        if self._classes[0] not in (None, self._classes[position]) and not torch.is_grad_enabled():
+        # Not while in the head, which the final norm's backward enters once more; nor where the head is needed again:
+        # it is differentiated twice (create_graph), or other forwards share this backward.
+        is_last = self._num_forwards == 1 and not torch.is_grad_enabled()
+        if self._classes[0] not in (None, self._classes[position]) and is_last:
             yield self._schedule[0].unit
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -298,6 +300,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._graph_task = -1
+        self._num_forwards = 0
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
@@ -382,6 +385,7 @@ class Engine:
             with saved_handles(self.pool, self._restore):
                 yield
             is_done = True
+            self._num_forwards += is_training
         finally:
             self._depth -= 1
             if is_done:
@@ -406,6 +410,7 @@ class Engine:
         self._order_slots()
         self._unsharded_bytes = 0
         self._graph_task = -1
+        self._num_forwards = 0
 
     def _order_slots(self) -> None:
         # The side stream must not overtake what used the slots' memory before, nor the filling of the shards.

@@ -87,15 +87,30 @@ class Slot(Generic[OwnerT]):
     def bind(self, owner: OwnerT, make: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Return the tensors that modules hold for `owner` while it is in this slot: `make` is asked for them once.
 
+        Args:
+            make: returns plain tensors, each of which views the slot once.
+
         Memory: the tensors' objects, about a kilobyte each; their bytes are the slot's.
         """
         if owner not in self._bound:
-            before = self._count_references()
             with torch.inference_mode(False):  # they outlive that mode, and are saved for a backward
                 tensors = make()
-            self._quiet_count += self._count_references() - before
+            self._quiet_count += len(tensors)
             self._bound[owner] = tensors, _count_objects(tensors)
         return self._bound[owner][0]
+
+    def _forget_changed(self) -> None:
+        """Drop what is kept for the owner if somebody has changed it: the next pass is to find what was made."""
+        if self.owner is None or self.owner not in self._bound:
+            return
+        tensors, _ = self._bound[self.owner]
+        if any(self._is_changed(tensor) for tensor in tensors):
+            del self._bound[self.owner]
+            self._quiet_count -= len(tensors)
+
+    def _is_changed(self, tensor: torch.Tensor) -> bool:
+        is_elsewhere = tensor.numel() > 0 and not 0 <= tensor.data_ptr() - self.address < self.num_bytes
+        return is_elsewhere or tensor.requires_grad or bool(vars(tensor))
 
     def view(self, field: Field) -> torch.Tensor:
         """Return the tensor whose bytes are `field` of the unit that this slot holds."""
@@ -130,6 +145,7 @@ class Slot(Generic[OwnerT]):
 
     def check_not_held(self) -> None:
         """Raise ShardError if a tensor outside of the engine still views this slot. See [Nobody else holds a slot]."""
+        self._forget_changed()
         if not self.is_held():
             return
         gc.collect()

@@ -102,6 +102,7 @@ class Unit:
             for owner in weight.owners
         ]
         self._placeholders = [weight.placeholder for weight in weights]
+        self._has_formats = any(weight.format is not None for weight in weights)
         views = home.views()
         self.is_resident = views is not None
         if views is not None:
@@ -136,8 +137,8 @@ class Unit:
             return
         assert self.slot is not None
         self._settle(stream)
-        slot = self.slot
-        self._put(slot.bind(self, lambda: self._bind_all([slot.view(field) for field in self.layout.fields])))
+        # A `FrozenWeight` has parts of its own, which others may hold: only plain tensors are kept.
+        self._put(self._bind_slot() if self._has_formats else self.slot.bind(self, self._bind_slot))
         self.state = State.UNSHARDED
 
     def release(self, stream: SideStream) -> None:
@@ -205,6 +206,10 @@ class Unit:
             with _named_range(f"wait for {self.name}"):
                 stream.wait(self._work)
             self._work = None
+
+    def _bind_slot(self) -> list[torch.Tensor]:
+        assert self.slot is not None
+        return self._bind_all([self.slot.view(field) for field in self.layout.fields])
 
     def _bind_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the modules hold, given the tensors of the layout's fields."""

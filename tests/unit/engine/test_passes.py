@@ -215,6 +215,15 @@ def test_each_unit_is_unsharded_in_its_own_forward(prefetch):
     assert seen == [([order[i]], {*order[i + 1 : i + 1 + prefetch], *head}) for i in range(6)]
 
 
+def test_the_embedding_is_not_gathered_while_a_backward_needs_the_head_again():
+    """Two forwards under one loss: the embedding would displace the head between their backwards, and come back."""
+    rig = build_rig(num_layers=4)
+    for _ in range(2):
+        rig.group.gathers.clear()
+        (rig.model(make_tokens(0)).sum() - rig.model(make_tokens(1)).sum()).backward()
+    assert sum(name in ("embedding", "head") for name in rig.gathered) == 4
+
+
 def test_the_head_is_held_to_the_end_of_the_forward():
     """Fused losses read `lm_head.weight` after the head's own modules; held any longer it would keep its slot."""
     rig = build_rig(num_layers=2, is_tied=True)

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import save_base
 from helpers.engine import Layer, Rig, Stack, build_rig, make_tokens, train
-from helpers.tiny import find_differences, take_gradients
+from helpers.tiny import find_differences, make_batch, take_gradients
+from peft import LoraConfig
 from torch import nn
 
+import lorashard
 from lorashard.errors import ShardError
+from lorashard.model.stacks import find_decoder_stack
 from lorashard.planning.tracker import Tracker
 
 # -- what autograd saves -----------------------------------------------------------------------------------------------
@@ -275,6 +279,43 @@ def test_a_weight_that_a_backward_has_left_outside_is_named():
     with pytest.raises(ShardError) as caught:
         train(rig.model)
     assert "layers.4" in caught.value.where and len(kept) == 1
+
+
+@pytest.mark.parametrize("derive", (lambda weight: weight, lambda weight: weight.detach()), ids=("itself", "detached"))
+def test_a_quantized_weight_that_is_stored_outside_is_named(derive, tmp_path):
+    """Its parts are views of the slot too: it would be dequantized from another unit's."""
+    save_base(tmp_path, "llama", num_hidden_layers=6)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = lorashard.load(str(tmp_path), lora, "host", dtype=torch.float32, quantization="nf4")
+    kept: list = []
+    for layer in find_decoder_stack(model)[1]:
+        layer.mlp.up_proj.register_forward_hook(lambda module, args, output: kept.append(derive(module.weight)))
+    with pytest.raises(ShardError) as caught, torch.no_grad():
+        model(**make_batch())
+    assert "layers." in caught.value.where
+
+
+def test_what_is_done_to_a_weight_ends_with_its_visit():
+    """What the slot keeps for the next pass would carry a script's note, or be a copy that nothing updates."""
+    rig = build_rig(num_layers=5)
+    module = rig.model.layers[4].linear
+
+    def change(module: nn.Module, args: tuple) -> None:
+        module.weight.note = "mine"
+        module.weight.data = module.weight.data.clone()
+
+    hook = module.register_forward_pre_hook(change)
+    train(rig.model)
+    hook.remove()
+    rig.model.zero_grad()
+    assert rig.find_differences(train) == []
+    slots = {slot.address for slot in rig.engine.pool}
+    seen: list = []
+    module.register_forward_hook(
+        lambda m, args, output: seen.append((m.weight.untyped_storage().data_ptr() in slots, vars(m.weight)))
+    )
+    train(rig.model)
+    assert seen == [(True, {})]
 
 
 def make_cycle(weight: torch.Tensor) -> None:
