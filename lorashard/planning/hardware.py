@@ -17,7 +17,7 @@ _MEMORY_SHARE = 0.8
 _LINK_SHARE = 0.8
 # Starting one operation of an eager PyTorch model with PEFT's layers, Python included.
 _GPU_KERNEL_S = 7e-6
-# Reading files from the page cache into the ring: half of what two idle cores reach (benchmarks/records/file_ring-cpu-2).
+# Reading files from the page cache into the ring: half of what two idle cores reach (records/file_ring-cpu-2.json).
 _FILE_BYTES_PER_S = 9 * _GB
 
 
