@@ -149,7 +149,7 @@ def test_a_few_layers_stand_for_all():
     assert found["offloaded"].saved_bytes < found["all"].saved_bytes / 4
 
 
-@pytest.mark.parametrize(("family", "dropout"), (("llama", 0.0), ("gpt2", 0.1)))
+@pytest.mark.parametrize(("family", "dropout"), (("llama", 0.0), pytest.param("gpt2", 0.1, marks=pytest.mark.slow)))
 def test_some_layers_recomputed_take_what_is_predicted(family, dropout):
     """Catches a mixture of the two traces that is no mixture of the two memories: `auto` fills memory by it."""
     sizes = dict(n_layer=6, n_embd=128, vocab_size=512, n_head=4, bos_token_id=1, eos_token_id=2)

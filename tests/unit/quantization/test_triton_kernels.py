@@ -35,6 +35,7 @@ def test_kernels_give_the_bits_of_torch_in_the_interpreter():
     assert with_triton.run("helpers.unpacking_by_triton", interpret=True).endswith("equal\n")
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_to_the_operations_of_torch(tmp_path):
     """Catches what the interpreter alone accepts, fused multiply-adds, zeros for tiny values, and a second launch."""
     found = with_triton.run("helpers.unpacking_by_triton", interpret=False, cache=tmp_path)
