@@ -11,6 +11,13 @@ from .initialization import check_initialization, is_derived
 from .quantization_options import QuantizationOptions, check_compiling
 
 
+def refuse_fused_beside(option: str) -> ConfigError:
+    """Return the error for `numerics: fused` where another option chooses the kernels by hand."""
+    return ConfigError(
+        f"fused chooses the kernels, and {option} does too", option="numerics", fix=f"leave it or {option} out"
+    )
+
+
 class AdapterOptions(QuantizationOptions):
     """LoRA on a base that may be quantized."""
 
@@ -62,11 +69,7 @@ class AdapterOptions(QuantizationOptions):
         if self.compile_options() is not False:
             check_compiling(quantization)
             if self.numerics == "fused":
-                raise ConfigError(
-                    "fused chooses the kernels, and torch_compile does too",
-                    option="numerics",
-                    fix="leave it or torch_compile out",
-                )
+                raise refuse_fused_beside("torch_compile")
         is_known = self.init_lora_weights in (True, False, "gaussian", "orthogonal", "loftq")
         if not is_known and not is_derived(self.init_lora_weights):
             raise ConfigError(

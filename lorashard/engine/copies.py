@@ -81,7 +81,7 @@ class HostCopies:
             if not self._has_warned:
                 _logger.warning("%s: units are copied through a small pinned buffer instead, which is slower", refusal)
             self._has_warned = True
-        elif refusal is None and self._queues is not None and num_bytes:
+        elif self._queues is not None and num_bytes:
             # Holding the tensor until then keeps the memory mapped until it is unpinned.
             weakref.finalize(owner, self._queues.unpin, tensor).atexit = False
         return tensor

@@ -60,21 +60,32 @@ class FileRange:
         Ranks: local.
         """
         view = memoryview((ctypes.c_char * self.num_bytes).from_address(out.data_ptr()))
-        done = 0
-        while done < self.num_bytes:
-            try:
-                num_read = os.preadv(self.file.descriptor, [view[done:]], self.begin_byte + done)
-            except OSError as error:
-                raise CheckpointError(f"cannot be read ({error.strerror})", where=self.file.path) from error
-            if num_read == 0:
-                raise CheckpointError(
-                    "changed or truncated after it was opened",
-                    where=self.file.path,
-                    expected=f"{self.file.num_bytes} bytes",
-                    found=f"{os.fstat(self.file.descriptor).st_size} bytes",
-                    fix="start again with the complete file",
-                )
-            done += num_read
+        if read_at(self.file.descriptor, self.file.path, self.begin_byte, view) < self.num_bytes:
+            raise CheckpointError(
+                "changed or truncated after it was opened",
+                where=self.file.path,
+                expected=f"{self.file.num_bytes} bytes",
+                found=f"{os.fstat(self.file.descriptor).st_size} bytes",
+                fix="start again with the complete file",
+            )
+
+
+def read_at(descriptor: int, path: Path, begin_byte: int, out: memoryview) -> int:
+    """Read bytes of a file until `out` is full or the file ends; return how many came.
+
+    Raises:
+        CheckpointError: a disk or a network file system fails.
+    """
+    done = 0
+    while done < len(out):  # one call reads at most 2 GiB on Linux
+        try:
+            num_read = os.preadv(descriptor, [out[done:]], begin_byte + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read ({error.strerror})", where=path) from error
+        if num_read == 0:
+            break
+        done += num_read
+    return done
 
 
 HostBytes = torch.Tensor | FileRange  # a tensor is of uint8, [bytes], contiguous

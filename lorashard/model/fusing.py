@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
+from ..config.adapter_options import refuse_fused_beside
 from ..config.quantization_options import Quantization
 from ..errors import ConfigError
 from ..runtime import dist
@@ -57,11 +58,7 @@ def read_numerics(
     if isinstance(numerics, str) and numerics not in ("exact", "fused"):
         raise ConfigError(option="numerics", expected="exact or fused", found=repr(numerics))
     if torch_compile is not False and numerics != "exact" and numerics != Numerics():
-        raise ConfigError(
-            "fused chooses the kernels, and torch_compile does too",
-            option="numerics",
-            fix="leave it or torch_compile out",
-        )
+        raise refuse_fused_beside("torch_compile")
     if isinstance(numerics, Numerics):
         return numerics
     return choose() if numerics == "fused" else Numerics()

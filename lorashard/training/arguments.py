@@ -8,6 +8,7 @@ import trl
 from transformers import Trainer, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
+from ..config.adapter_options import refuse_fused_beside
 from ..config.run_config import RunConfig
 from ..errors import ConfigError
 from ..runtime.launch_env import read_launcher_env
@@ -30,11 +31,7 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
         raise _refuse_on_cpu("activation_offloading", "it moves activations from a GPU")
     if config.trainer_options.get("use_liger_kernel"):
         if config.numerics == "fused":
-            raise ConfigError(
-                "fused chooses the kernels, and use_liger_kernel does too",
-                option="numerics",
-                fix="leave it or use_liger_kernel out",
-            )
+            raise refuse_fused_beside("use_liger_kernel")
         if use_cpu:
             raise _refuse_on_cpu("use_liger_kernel", "Liger's kernels run on GPUs")
         if not is_liger_kernel_available():

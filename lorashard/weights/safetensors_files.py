@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..engine.file_range import read_at
 from ..errors import CheckpointError
 from .model_folder import INDEX_NAME, WEIGHTS_NAME, read_weight_map, shorten
 
@@ -146,21 +147,13 @@ class Checkpoint:
             return
         descriptor = self._descriptor(tensor.file)
         view = memoryview(out.numpy())  # type: ignore[arg-type]
-        done = 0
-        # One call reads at most 2 GiB on Linux.
-        while done < len(view):
-            try:
-                num_bytes = os.preadv(descriptor, [view[done:]], tensor.begin_byte + begin + done)
-            except OSError as error:  # a disk or a network file system that fails
-                raise CheckpointError(f"cannot be read ({error.strerror})", where=tensor.file) from error
-            if num_bytes == 0:
-                raise CheckpointError(
-                    f"ended inside tensor {tensor.key}: changed or truncated after it was opened",
-                    where=tensor.file,
-                    fix="start again with the complete file",
-                )
-            done += num_bytes
-        self.bytes_read += done
+        if read_at(descriptor, tensor.file, tensor.begin_byte + begin, view) < len(view):
+            raise CheckpointError(
+                f"ended inside tensor {tensor.key}: changed or truncated after it was opened",
+                where=tensor.file,
+                fix="start again with the complete file",
+            )
+        self.bytes_read += len(view)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
