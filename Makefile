@@ -25,7 +25,7 @@ test: $(STAMP) $(TRITON_STAMP)  ## run the tests, all but the slow ones
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 screenshots: $(STAMP)  ## make docs/img/*.png anew: the pictures of the web UI's pages
-	LORASHARD_SCREENSHOTS=1 $(BIN)/python -m pytest -m browser $(ARGS)
+	LORASHARD_SCREENSHOTS=1 $(BIN)/python -m pytest $(addprefix tests/browser/test_,looks.py chat_page.py story.py) $(ARGS)
 
 check: $(STAMP)  ## check format, lint, spelling, import order and types
 	$(BIN)/ruff format --check .

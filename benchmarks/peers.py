@@ -208,8 +208,9 @@ def describe_floor(contenders: dict[str, Any]) -> str:
     own, floor = contenders["lorashard"], contenders["lorashard"]["floor"]
     ddp_s = contenders["ddp"]["processor_s"]["median"]
     beyond_s = own["processor_s"]["median"] - ddp_s
+    more = "more" if beyond_s > 0 else "less"
     return (
-        f"lorashard's step takes {beyond_s:.2f} s more of each processor than DDP's {ddp_s:.2f} s. Its "
+        f"lorashard's step takes {abs(beyond_s):.2f} s {more} of each processor than DDP's {ddp_s:.2f} s. Its "
         f"{own['engine']['gathers_per_step']:.0f} gathers ({own['engine']['gathered_bytes_per_step'] / 1e6:,.0f} MB) "
         f"alone take {floor['gathers_processor_s']:.2f} s over gloo, and {floor['copies_s']:.2f} s as plain copies at "
         "memory speed."

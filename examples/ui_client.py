@@ -1,6 +1,7 @@
 """Drive a run through the API of the web UI: start it, follow it, stop and save, resume, fetch the adapter.
 
-lorashard ui --allow examples          # in one terminal
+lorashard ui --allow examples          # in one terminal; it prints its address with the token
+export LORASHARD_TOKEN=...             # in another: what stands behind `?token=`; as an option, all users would see it
 python examples/ui_client.py --url http://127.0.0.1:7860 --name first --cpu 2 \
     --model_name_or_path examples/demo/base --dataset examples/demo/train.jsonl --max_steps 40 --learning_rate 5e-3
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from typing import Any
 
@@ -20,13 +22,19 @@ LIVE = ("queued", "starting", "running", "stopping")
 def main() -> None:
     """Run it all once."""
     parser = argparse.ArgumentParser(description="Drive a run through the web UI's API; other options are the run's.")
-    parser.add_argument("--url", default="http://127.0.0.1:7860", help="The address that `lorashard ui` printed.")
+    parser.add_argument("--url", default="http://127.0.0.1:7860", help="The address of `lorashard ui`, without token.")
     parser.add_argument("--auth", help="user:password, where the server asks for one.")
     parser.add_argument("--name", default="", help="The run's name; not given: the server makes one.")
     parser.add_argument("--stop_at", type=int, default=10, help="The step after which it is stopped once.")
     asked, words = parser.parse_known_args()
     options = {word.removeprefix("--"): value for word, value in zip(words[::2], words[1::2], strict=True)}
-    client = Client(asked.url, auth=tuple(asked.auth.split(":", 1)) if asked.auth else None, verbose=False)
+    token = os.environ.get("LORASHARD_TOKEN")
+    client = Client(
+        asked.url,
+        auth=tuple(asked.auth.split(":", 1)) if asked.auth else None,
+        headers={"Authorization": f"Bearer {token}"} if token else None,
+        verbose=False,
+    )
 
     def call(endpoint: str, **arguments: Any) -> Any:
         return client.predict(api_name=f"/{endpoint}", **arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Quantization", "load", "load_adapter", "merge", "shard", "stats"]
+__all__ = ["Quantization", "SweepTrainer", "load", "load_adapter", "merge", "shard", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -13,6 +13,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__ or name == "api":
         from importlib import import_module
 
-        api = import_module(".api", __name__)
-        return api if name == "api" else getattr(api, name)
+        module = import_module(".training.jobs" if name == "SweepTrainer" else ".api", __name__)
+        return module if name == "api" else getattr(module, name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
@@ -59,9 +60,24 @@ from .runtime.join import join_launch, with_index
 _logger = logging.getLogger(__name__)
 
 
+@overload
 def load(
     model_name_or_path: str,
     lora: PeftConfig,
+    placement: str | PlacementOptions | ResolvedPlacement = "auto",
+    *,
+    adapters: None = None,
+    **options: Any,
+) -> PeftModel: ...
+
+
+@overload
+def load(model_name_or_path: str, *, adapters: Mapping[str, PeftConfig], **options: Any) -> dict[str, PeftModel]: ...
+
+
+def load(
+    model_name_or_path: str,
+    lora: PeftConfig | None = None,
     placement: str | PlacementOptions | ResolvedPlacement = "auto",
     *,
     dtype: torch.dtype | str = "auto",
@@ -80,8 +96,10 @@ def load(
     profile_steps: str | None = None,
     profile_dir: str | Path = "profile",
     progress: Callable[[int, int | None, str], None] | None = None,
+    adapters: Mapping[str, PeftConfig] | None = None,
+    adapter_seeds: Mapping[str, int] | None = None,
     **placement_options: Any,
-) -> PeftModel:
+) -> PeftModel | dict[str, PeftModel]:
     """Load a checkpoint with its frozen base sharded and a new adapter on top.
 
     With the random seed set just before, the adapter equals the one that `get_peft_model` makes on the model from
@@ -116,6 +134,9 @@ def load(
         progress: called on this rank with how much is done, of how much, and of what: "bytes" while weights are
             downloaded, "bytes hashed" of its files, "units converted" and "units" of the model while they are read. By
             default rank 0 shows on stderr what takes longer than two seconds.
+        adapters: in place of `lora`, several by name, for a `SweepTrainer`: each gets a model of its own, and all share
+            one base. Each is drawn as if it were the only one.
+        adapter_seeds: that `adapters` are drawn from, by name; by default all from the random numbers as they are.
         **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`,
             `cpu_offload`, `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
             `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
@@ -132,6 +153,15 @@ def load(
         raise ConfigError(
             option="per_device_train_batch_size and max_length", expected="both, to plan with, or neither", found="one"
         )
+    if (lora is None) == (adapters is None) or adapters == {}:
+        raise ConfigError(
+            option="lora and adapters", expected="one of them, with an adapter", found="both" if lora else "none"
+        )
+    first, *others = [lora] if adapters is None else adapters.values()
+    assert first is not None
+    lora = first
+    if len({config.task_type for config in (lora, *others)}) > 1:
+        raise ConfigError(option="adapters", expected="one task_type", found="several")
     if num_labels is not None and lora.task_type != TaskType.SEQ_CLS:
         raise ConfigError(
             "it is for sequence classification",
@@ -148,7 +178,15 @@ def load(
     kernels = _settle_numerics(numerics, torch_compile, lambda: choose_for(path, revision, meant, device))
     compiling = read_compile_options(torch_compile or kernels == "compile", device, meant)
     derived = None
-    if is_derived(getattr(lora, "init_lora_weights", None)):
+    rewriting = [config for config in (lora, *others) if is_derived(getattr(config, "init_lora_weights", None))]
+    if rewriting and others:
+        raise ConfigError(
+            "it rewrites the base, which several adapters share",
+            option="init_lora_weights",
+            found=repr(getattr(rewriting[0], "init_lora_weights", None)),
+            fix="train that adapter alone, or give all another initialization",
+        )
+    if rewriting:
         derived = derive(
             str(model_name_or_path),
             cast(LoraConfig, lora),
@@ -170,10 +208,11 @@ def load(
             checkpointing={} if activation_checkpointing else None,
             layer_rows=asked.layer_microbatch_size,
         )
-        is_fused = torch_compile is not False or kernels != "exact"
-        asked = _plan(base, Training(microbatch, is_fused=is_fused), device, asked)
+        one = Training(microbatch, is_fused=torch_compile is not False or kernels != "exact")
+        training = replace(one, others=tuple((cast(LoraConfig, other), one) for other in others))
+        asked = _plan(base, training, device, asked)
     resolved = _resolve(asked)
-    model = load_sharded(
+    models = load_sharded(
         str(model_name_or_path),
         lora,
         resolved,
@@ -187,8 +226,13 @@ def load(
         quantization=meant,
         cache_quantized=cache_quantized,
         progress=progress,
+        others=others,
+        seeds=None if adapters is None or adapter_seeds is None else [adapter_seeds[name] for name in adapters],
     )
-    return _profiled(_finish(model, resolved, compiling, device, kernels), profiled, profile_dir)
+    for model in models:
+        _finish(model, resolved, compiling, device, kernels)
+    _profiled(models[0], profiled, profile_dir)
+    return models[0] if adapters is None else dict(zip(adapters, models, strict=True))
 
 
 def load_adapter(
@@ -246,7 +290,7 @@ def load_adapter(
     compiling = read_compile_options(torch_compile, device, meant)
     described = BaseModel(base, config, dtype, revision, trust_remote_code, attn_implementation, meant)
     resolved = plan_inference(described, asked, device, num_cached_tokens)
-    model = load_sharded(
+    (model,) = load_sharded(
         base,
         config,
         resolved,

@@ -1,4 +1,4 @@
-"""The command line: `lorashard finetune | plan | preview | validate | chat | eval | verify | doctor | env | ...`.
+"""The command line: `lorashard finetune | plan | preview | validate | chat | eval | verify | runs | watch | ...`.
 
 Exit codes: 0 done; 2 the user's mistake, reported in one line on stderr; 1 a crash, with a traceback; 75 a run that
 saved and stopped as a signal asked; 128 + n after signal n. Heavy imports are inside the commands, so that help and
@@ -7,6 +7,7 @@ mistakes are printed without importing torch.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -140,19 +141,14 @@ def _preview(
     from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
-    if run_config.method != "sft":
-        raise ConfigError(
-            "preview shows the supervised tokens of sft; TRL tokenizes the examples of other methods",
-            option="method",
-            expected="sft",
-            found=run_config.method,
-            fix="check them with lorashard validate",
-        )
     with quick_imports():
         from .data.preview import preview, render_preview
         from .data.tokenizer import load_tokenizer
+        from .data.trl_tokens import fill_trainer_options
 
-    rows = preview(run_config.data_options(), load_tokenizer(**run_config.tokenizer_options()), num_rows)
+    method, trainer_options = run_config.trl_method, fill_trainer_options(run_config)
+    tokenizer = load_tokenizer(**run_config.tokenizer_options())
+    rows = preview(run_config.data_options(), tokenizer, num_rows, method, trainer_options)
     print(render_preview(rows, color=sys.stdout.isatty()))
     return 0
 
@@ -207,26 +203,57 @@ def _plan(
 ) -> int:
     """Predict the memory and time of each placement, and which one finetune chooses.
 
-    Reads the model's config and headers alone: lorashard plan --model_name_or_path M [--gpus N | --cpu N] [--gpu_type T
-    --nodes N] [any option]
+    Reads the model's config and headers, and some examples of a dataset that is here: lorashard plan
+    --model_name_or_path M [--gpus N | --cpu N] [--gpu_type T --nodes N] [any option]
     """
     from .config.run_config import RunConfig
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path",))
+    from .config.sweep import read_jobs
     from .planning.hardware import HardwareOptions
 
     hardware = HardwareOptions(gpu_type, gpu_memory, nodes, peer_gb_per_s, network_gb_per_s)
     with quick_imports():
         from .planning.run_plan import forecast
 
-    plan, cluster = forecast(run_config, hardware, epoch_tokens=epoch_tokens)
+    first = next(
+        (job.config for job in read_jobs(run_config)), run_config
+    )  # of a sweep, whose jobs may have other data
+    is_here = bool(first.dataset) and Path(first.dataset).expanduser().exists()
+    planned = run_config.model_copy(update={"dataset": ""}) if is_here else run_config
+    plan, cluster = forecast(planned, hardware, epoch_tokens=epoch_tokens)
+    found = None
+    if is_here:
+        try:
+            found = _estimate(run_config, first, plan, hardware)
+        except UserError as error:  # the plan holds for other data too
+            plan = dataclasses.replace(plan, notes=(*plan.notes, f"the dataset is not counted: {error}"))
     if as_json:
-        print(json.dumps(plan.to_json(), indent=1))
+        print(json.dumps(plan.to_json() | {"estimate": found}, indent=1))
         return 0
+    from .planning.estimate_words import render_estimate
     from .planning.table import render_plan
 
     print(render_plan(plan, cluster.num_ranks))
+    if found:
+        print(f"\n{render_estimate(found)}")
     return 0
+
+
+def _estimate(config: Any, first: Any, plan: Any, hardware: Any) -> dict[str, Any]:
+    """Return what a run on a dataset of this machine is expected to take, from some of its examples.
+
+    Args:
+        first: of a sweep the first job, whose data is looked at; else the run itself.
+    """
+    from .data.survey import survey
+    from .data.tokenizer import load_tokenizer
+    from .data.trl_tokens import fill_trainer_options
+    from .planning.estimate import estimate
+
+    tokenizer = load_tokenizer(**first.tokenizer_options())
+    found = survey(first.data_options(), tokenizer, first.trl_method, fill_trainer_options(first))
+    return dataclasses.asdict(estimate(config, found, plan, hardware))
 
 
 def _run_in_ranks(ctx: typer.Context) -> int:
@@ -296,6 +323,30 @@ def _ui(ctx: typer.Context) -> int:
     if missing:
         raise ConfigError(f"the web UI needs {' and '.join(missing)}", fix="pip install 'lorashard[ui]'")
     return importlib.import_module("lorashard_ui.serving.server").serve(options)
+
+
+@app.command("runs", cls=_use_command("RunsOptions", "lorashard_ui.terminal.options"), context_settings=_ANY_OPTIONS)
+def _runs(ctx: typer.Context) -> int:
+    """List the runs of a folder: states, steps, losses, time left.
+
+    lorashard runs [--root runs] [--json]
+    """
+    return _show_runs(ctx, "RunsOptions", "list_runs")
+
+
+@app.command("watch", cls=_use_command("WatchOptions", "lorashard_ui.terminal.options"), context_settings=_ANY_OPTIONS)
+def _watch(ctx: typer.Context) -> int:
+    """Show a run in the terminal until it has ended: progress, losses, ranks, alerts.
+
+    lorashard watch RUN [--root runs] [--once] [--json]
+    """
+    return _show_runs(ctx, "WatchOptions", "watch")
+
+
+def _show_runs(ctx: typer.Context, options_name: str, function: str) -> int:
+    # By name, as the web UI.
+    options = getattr(importlib.import_module("lorashard_ui.terminal.options"), options_name).read(ctx.args)
+    return getattr(importlib.import_module("lorashard_ui.terminal.commands"), function)(options)
 
 
 @app.command("version")

@@ -133,6 +133,18 @@ class _WorkerSums:
         self._config.stash[_spent_s].update(getattr(node, "workeroutput", {}).get("cpu_s", {}))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give each file to one worker, and all files of tests/browser to the same: they share a server and a browser."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndBrowser(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
+
+    return FilesAndBrowser(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     spent_s = sorted(config.stash[_spent_s].items(), key=lambda item: -item[1])
     if not spent_s:

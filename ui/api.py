@@ -47,6 +47,10 @@ def _make_reading(context: AppContext) -> list[Callable[..., Any]]:
         """List the runs, the newest first."""
         return [asdict(row) for row in context.runs.list()]
 
+    def list_sweep_jobs(name: str) -> list[dict]:
+        """List the jobs of a sweep, the best first; each is a run, by the name that `run` says."""
+        return [asdict(job) for job in context.runs.list_jobs(name)]
+
     def get_run(name: str) -> dict:
         """Tell how a run is, how far it has come, and what it was given."""
         run = context.runs.get(name)
@@ -84,9 +88,11 @@ def _make_reading(context: AppContext) -> list[Callable[..., Any]]:
         """Give what each placement of a run was predicted to cost; empty where nothing was planned."""
         return context.runs.get(name).plan() or {}
 
-    def get_adapter(name: str) -> dict:
-        """Give the adapter of a run, or of its newest checkpoint, as a zip; gradio_client downloads it."""
-        packed = pack_adapter(find_adapter_run(context.root, name), Path(os.environ["GRADIO_TEMP_DIR"]) / "adapters")
+    def get_adapter(name: str, checkpoint: str = "") -> dict:
+        """Give the adapter of a run, or of a checkpoint, the newest if need be, as a zip for gradio_client."""
+        find_adapter_run(context.root, name, checkpoint)
+        folder = find_adapter_run(context.root, name)
+        packed = pack_adapter(folder, Path(os.environ["GRADIO_TEMP_DIR"]) / "adapters", checkpoint)
         return {"path": str(packed), "orig_name": packed.name, "meta": {"_type": "gradio.FileData"}}
 
     def compare_runs(names: list[str]) -> list[dict]:
@@ -100,6 +106,7 @@ def _make_reading(context: AppContext) -> list[Callable[..., Any]]:
 
     return [
         list_runs,
+        list_sweep_jobs,
         get_run,
         get_series,
         get_ranks,
@@ -114,9 +121,14 @@ def _make_reading(context: AppContext) -> list[Callable[..., Any]]:
 
 
 def _make_checking(context: AppContext) -> list[Callable[..., Any]]:
-    def plan(options: dict) -> dict:
+    def plan(options: dict, gpu_type: str = "", num_gpus: int = 1) -> dict:
         """Tell what each placement would cost a run with these options, and which is chosen."""
-        return context.worker.plan(_read_options(context, options, ["model_name_or_path"]).to_words())
+        words = _read_options(context, options, ["model_name_or_path"]).to_words()
+        return context.worker.plan(words, gpu_type or None, num_gpus)
+
+    def estimate(options: dict, gpu_type: str = "", num_gpus: int = 1) -> dict:
+        """Tell how many examples, tokens and steps a run with these options has, and how long it may take."""
+        return context.worker.estimate(_read_options(context, options).to_words(), gpu_type or None, num_gpus)
 
     def validate(options: dict) -> list[str]:
         """Check a run with these options without training: devices, the model's files, every row of the data."""
@@ -128,19 +140,25 @@ def _make_checking(context: AppContext) -> list[Callable[..., Any]]:
             raise ConfigError(option="num_rows", expected=f"a number from 1 to {_MOST_PREVIEW_ROWS}", found=num_rows)
         return context.worker.preview(_read_options(context, options).to_words(), num_rows)
 
-    return [plan, validate, preview]
+    return [plan, estimate, validate, preview]
 
 
 def _make_control(context: AppContext) -> list[Callable[..., Any]]:
     def start_run(name: str, options: dict) -> str:
         """Start a run, and return its name; an empty name asks for one."""
         form = _read_options(context, options, name=name)
-        context.start_run(form.name, form.to_yaml())
-        return form.name
+        return context.start_run(form.name, form.to_yaml(), is_suggested=not name.strip())
 
     def stop_run(name: str, now: bool = False) -> str:
         """Stop a run, and return its state: it saves first, or ends now and loses what came after its checkpoint."""
         control.stop_run(context.root, name, now)
+        return context.runs.get(name).summary().state
+
+    def stop_job(name: str) -> str:
+        """Stop one job of a sweep, SWEEP/JOB, which saves first, and return its state; the other jobs go on."""
+        if "/" not in name:
+            raise ConfigError(option="name", expected="SWEEP/JOB", found=repr(name), fix="stop_run stops a whole sweep")
+        control.stop_run(context.root, name)
         return context.runs.get(name).summary().state
 
     def save_run(name: str) -> str:
@@ -158,7 +176,7 @@ def _make_control(context: AppContext) -> list[Callable[..., Any]]:
         context.delete_run(name)
         return True
 
-    return [start_run, stop_run, save_run, resume_run, delete_run]
+    return [start_run, stop_run, stop_job, save_run, resume_run, delete_run]
 
 
 def _make_jobs(context: AppContext) -> list[Callable[..., Any]]:
@@ -171,22 +189,30 @@ def _make_jobs(context: AppContext) -> list[Callable[..., Any]]:
         is_private: bool = True,
         quantization: str = "",
         requantize: str = "",
+        checkpoint: str = "",
     ) -> str:
         """Merge a run's adapter into its base, in a folder beside the runs; return the job's id."""
         base_words = ["--quantization", quantization] if quantization else []
         base_words += ["--requantize", requantize] if requantize else []
-        asked = exporting.check_merge(context.root, name, out, dtype, _read_device(cpu), repo, is_private, base_words)
+        asked = exporting.check_merge(
+            context.root, name, out, dtype, _read_device(cpu), repo, is_private, base_words, checkpoint
+        )
         return context.jobs.start("merge", name, jobs.merge_words(asked.run_folder, asked.out, asked.options))
 
-    def start_verify(name: str, merged: str = "", cpu: int = 0) -> str:
+    def start_verify(name: str, merged: str = "", cpu: int = 0, checkpoint: str = "") -> str:
         """Verify a run's adapter, or a merged model, against the adapter on its base; return the job's id."""
-        folder, options = exporting.check_verify(context.root, name, merged, _read_device(cpu))
+        folder, options = exporting.check_verify(context.root, name, merged, _read_device(cpu), checkpoint)
         return context.jobs.start("verify", name, jobs.verify_words(folder, options))
 
-    def start_push(name: str, repo: str, is_private: bool = True) -> str:
+    def start_push(name: str, repo: str, is_private: bool = True, checkpoint: str = "") -> str:
         """Upload a run's adapter to a repo of the Hugging Face hub; return the job's id."""
-        folder = find_adapter_run(context.root, name)
+        folder = find_adapter_run(context.root, name, checkpoint)
         return context.jobs.start("push", name, jobs.push_words(folder, exporting.check_repo(repo), is_private))
+
+    def delete_merged(name: str) -> bool:
+        """Delete a merged model's folder."""
+        control.delete_merged(context.root, name)
+        return True
 
     def list_jobs() -> list[dict]:
         """List the jobs, the newest first."""
@@ -201,7 +227,7 @@ def _make_jobs(context: AppContext) -> list[Callable[..., Any]]:
         context.jobs.cancel(job_id)
         return _describe_job(context.jobs.get(job_id))
 
-    return [start_merge, start_verify, start_push, list_jobs, get_job, cancel_job]
+    return [start_merge, start_verify, start_push, delete_merged, list_jobs, get_job, cancel_job]
 
 
 def _read_device(cpu: int) -> list[str]:

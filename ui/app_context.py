@@ -24,28 +24,38 @@ class AppContext:
     jobs: Jobs
     worker: Worker
     chats: Chats
+    has_login: bool = False  # whether who sees a page has logged in, and so can log out
 
     @classmethod
-    def open(cls, root: Path, allowed_folders: Sequence[Path] = (), trusts_code: bool = False) -> AppContext:
+    def open(
+        cls,
+        root: Path,
+        allowed_folders: Sequence[Path] = (),
+        trusts_code: bool = False,
+        start: Path | None = None,
+        has_login: bool = False,
+    ) -> AppContext:
         """Open a folder of runs; create it if it does not exist.
 
         Args:
             allowed_folders: where files named in a browser may lie, beside `root`.
             trusts_code: whether a browser may have models' own code run (`trust_remote_code`, `reward_funcs`).
+            start: the folder whose models and datasets may be read besides, if they are not hidden.
+            has_login: whether the server lets in only who has logged in.
         """
         root.mkdir(parents=True, exist_ok=True)
         root = root.resolve()
-        allowed = Allowed(root, allowed_folders, trusts_code)
-        return cls(root, allowed, Runs(root), Jobs(root), Worker(), Chats(root))
+        allowed = Allowed(root, allowed_folders, trusts_code, start)
+        return cls(root, allowed, Runs(root), Jobs(root), Worker(), Chats(root), has_login)
 
-    def start_run(self, name: str, config_yaml: str) -> None:
-        """Start a new run.
+    def start_run(self, name: str, config_yaml: str, is_suggested: bool = False) -> str:
+        """Start a new run; return its name, which is another than a suggested one where that was just taken.
 
         Raises:
             ConfigError: as `control.start_run`.
         """
         self.worker.close()  # frees its GPU memory for the run
-        control.start_run(self.root, name, config_yaml)
+        return control.start_run(self.root, name, config_yaml, is_suggested)
 
     def resume_run(self, name: str) -> None:
         """Resume a run.
@@ -63,8 +73,9 @@ class AppContext:
             ConfigError: as `control.delete_run`.
         """
         control.delete_run(self.root, name)
-        if (chat := self.chats.find(name)) is not None:
-            chat.unload("its run was deleted")
+        for chat in self.chats.list():
+            if control.is_of(chat.name, name):
+                chat.unload("its run was deleted")
 
     def close(self) -> None:
         """Stop the chats and the worker. Runs and jobs continue."""

@@ -14,7 +14,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "examples/demo"
 RUN = REPOSITORY / "runs/demo"
-FINETUNE = "finetune --config examples/demo/demo.yaml --cpu 2 --output_dir runs/demo --overwrite_output_dir"
+FINETUNE = "finetune --config examples/demo/demo.yaml --output_dir runs/demo --overwrite_output_dir"
 NUM_SAMPLES = 3
 
 

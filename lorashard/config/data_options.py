@@ -64,7 +64,7 @@ class DataOptions(ExampleOptions):
     """Pack the evaluation examples too. Default: as `packing`."""
     shuffle_dataset: bool = False
     """Shuffle the examples with `seed`, and before packing."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """The seed of `shuffle_dataset`."""
 
     @model_validator(mode="after")

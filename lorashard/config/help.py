@@ -17,6 +17,7 @@ from .options import read_own_options, read_trainer_options
 from .placement import PlacementOptions
 from .quantization_options import QuantizationOptions
 from .run_config import RunConfig
+from .sweep_options import SweepOptions
 
 
 def group_options() -> dict[str, tuple[str, ...]]:
@@ -28,6 +29,7 @@ def group_options() -> dict[str, tuple[str, ...]]:
     return {
         "The run": ("model_name_or_path", "method", "dataset", "output_dir", "overwrite_output_dir", "queue")
         + ("global_batch_size", "profile_steps"),
+        "Sweeps": tuple(SweepOptions.model_fields),
         "Resuming and failures": ("resume_from_checkpoint", "max_restarts", "heartbeat_timeout", "on_nonfinite"),
         "Placement of the base": (*PlacementOptions.model_fields, "activation_checkpointing"),
         "Quantization": tuple(QuantizationOptions.model_fields),

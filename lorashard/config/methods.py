@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..errors import DataError
 
 # Only sft is tokenized here, before the ranks form a group; these options say how.
 _SFT_DATA = frozenset(
@@ -26,6 +28,25 @@ _PREFERENCE = ("chosen", "rejected")
 _UNPAIRED = ("prompt", "completion", "label")
 # Columns that TRL's chat templates take beside the messages.
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+
+# The columns that lorashard itself tokenizes, beside the one of plain texts that `dataset_text_field` names.
+SFT_COLUMNS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+)
+# What columns hold, and the methods that train on it; the first set that a dataset has tells.
+_MEANINGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (_PREFERENCE, "preferences", ("dpo", "kto", "reward")),
+    (_UNPAIRED, "completions with a label", ("kto",)),
+    (("messages",), "conversations", ("sft",)),
+    (("conversations",), "conversations", ("sft",)),
+    *((columns, "prompts with completions", ("sft",)) for columns in SFT_COLUMNS[2:]),
+    (("prompt",), "prompts alone", ("grpo",)),
+    (("text",), "plain texts", ("sft",)),
+)
 
 _UNSHARDED_WEIGHTS = "it generates from unsharded weights, and the base is sharded: transformers generates here"
 _PEFT_REFERENCE = "with PEFT the reference is the initial adapter, and TRL has no model to synchronize"
@@ -77,6 +98,11 @@ class Method:
     def is_prepared_here(self) -> bool:
         """Whether lorashard tokenizes the rows, rather than the trainer."""
         return not self.formats
+
+    def takes(self, columns: Collection[str], text_field: str = "text") -> bool:
+        """Return whether a dataset with these columns can be trained on."""
+        sets = self.formats or (*SFT_COLUMNS, (text_field,))
+        return any(set(wanted) <= set(columns) for wanted in sets)
 
     def has_metric(self, name: str) -> bool:
         """Return whether an evaluation has the metric; `rewards/...` may be named by the user's own functions."""
@@ -173,3 +199,27 @@ def explain_refused(method: Method, name: str) -> str | None:
     if name in method.refused:
         return method.refused[name]
     return f"use_vllm is not offered: {_UNSHARDED_WEIGHTS}" if name.startswith("vllm_") else None
+
+
+def suggest_method(method: Method, columns: Collection[str]) -> tuple[str, str] | None:
+    """Return what a dataset's columns are, and the method that trains on them; None if no other one does."""
+    found = next((entry for entry in _MEANINGS if set(entry[0]) <= set(columns)), None)
+    is_half_a_pair = len(set(_PREFERENCE) & set(columns)) == 1
+    if found is None or method.name in found[2] or is_half_a_pair:
+        return None
+    return found[1], found[2][0]
+
+
+def refuse_columns(method: Method, columns: Sequence[str], dataset: str, text_field: str = "text") -> DataError:
+    """Return the error for columns that the method does not train on, with the method that does."""
+    sets = method.formats or (*SFT_COLUMNS, (text_field,))
+    suggested = suggest_method(method, columns)
+    fix = "name a column of plain text with dataset_text_field" if method.is_prepared_here else None
+    return DataError(
+        "its columns are not recognized" if method.is_prepared_here else "",
+        where=f"dataset {dataset!r}",
+        option="method" if suggested else None,
+        expected=f"the columns {', or '.join(' + '.join(wanted) for wanted in sets)} for {method.name}",
+        found=", ".join(columns) or "none",
+        fix=f"these are {suggested[0]}: choose method {suggested[1]}" if suggested else fix,
+    )

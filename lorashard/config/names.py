@@ -79,6 +79,9 @@ REFUSED_OPTIONS = {
 
 # How to do what other tools have an option for.
 HINTS = {
+    "config": "give its options themselves: only a command line names a file of them",
+    "peft_config": "give its options themselves, such as lora_r and lora_target_modules",
+    "lora_config": "give its options themselves, such as lora_r and lora_target_modules",
     "warmup_ratio": "give the ratio as warmup_steps, a number below 1",
     "datasets": "give one dataset: a file, a folder or a hub id",
     "max_prompt_length": "TRL cuts no prompts: shorten them in the data",

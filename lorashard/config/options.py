@@ -13,8 +13,8 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
+from .bounds import TRAINER_BOUNDS, Bounds
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -46,7 +47,7 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, the kinds of value it takes (keys of `_KIND_NAMES`), and its choices if it has any.
+    """One option: its name, the kinds of value it takes (keys of `_KIND_NAMES`), its choices and limits if it has any.
 
     `default` and `help` are as they stand in the source of TRL or transformers, for people to read.
     """
@@ -57,6 +58,7 @@ class Option:
     choices: tuple[str, ...] = ()
     default: str = ""
     help: str = ""
+    bounds: Bounds = Bounds()
 
     @classmethod
     def from_annotation(cls, name: str, annotation: str, classes: Mapping[str, ast.ClassDef] | None = None) -> Option:
@@ -98,7 +100,11 @@ class Option:
             names += [_KIND_NAMES[kind] for kind in ("bool", "none") if kind in self.kinds]
             return "one of " + ", ".join(names)
         kinds = self.kinds - {"int"} if "float" in self.kinds else self.kinds
-        return " or ".join(text for kind, text in _KIND_NAMES.items() if kind in kinds) or "a Python object"
+        limits = f" {self.bounds}" if str(self.bounds) else ""
+        words = (
+            text + (limits if kind in ("int", "float") else "") for kind, text in _KIND_NAMES.items() if kind in kinds
+        )
+        return " or ".join(words) or "a Python object"
 
     def parse(self, value: Any, where: str = "") -> Any:
         """Return `value`, given as text or already typed, as this option's type.
@@ -108,10 +114,14 @@ class Option:
             where: The file and line, or the like, for the error.
 
         Raises:
-            ConfigError: The value is of another type, or not among the choices.
+            ConfigError: The value is of another type, not among the choices, or beyond the limits.
         """
         try:
-            return self._parse_text(value) if isinstance(value, str) else self._check_typed(value)
+            parsed = self._parse_text(value) if isinstance(value, str) else self._check_typed(value)
+            if isinstance(parsed, int | float) and not isinstance(parsed, bool) and not self.bounds.admit(parsed):
+                value = parsed
+                raise ValueError(parsed)
+            return parsed
         except ValueError:
             is_bare = value is True and where == COMMAND_LINE
             found = "no value" if is_bare else "nothing" if value is None else repr(value)
@@ -164,11 +174,12 @@ class Option:
 
 @dataclass(frozen=True)
 class GivenOption:
-    """An option as the user wrote it, and where."""
+    """An option as the user wrote it, and where, and where nested values are by the keys to them."""
 
     name: str
     value: Any
     where: str
+    places: dict[tuple[str | int, ...], str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -188,7 +199,8 @@ def read_trainer_options(config_class: str = "SFTConfig") -> dict[str, Option]:
                 name = statement.target.id
                 if not name.startswith("_"):
                     option = Option.from_annotation(name, ast.unparse(statement.annotation), classes)
-                    options[name] = replace(option, **_read_field(statement.value))
+                    bounds = TRAINER_BOUNDS.get(name, option.bounds)
+                    options[name] = replace(option, bounds=bounds, **_read_field(statement.value))
     return options
 
 
@@ -286,8 +298,12 @@ def _load_flow(text: str) -> Any:
         return None
 
 
-def read_yaml_options(path: Path) -> list[GivenOption]:
+def read_yaml_options(path: Path, option: str = "config") -> list[GivenOption]:
     """Return the options of a flat YAML file, plain values as text; an empty file gives none.
+
+    Args:
+        path: The file.
+        option: The one that names it, for errors.
 
     Raises:
         ConfigError: The file is missing, not YAML, not a mapping, or names an option twice.
@@ -296,7 +312,7 @@ def read_yaml_options(path: Path) -> list[GivenOption]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot be read: {reason}", option="config", where=path) from error
+        raise ConfigError(f"cannot be read: {reason}", option=option, where=path) from error
     return parse_yaml_options(text, str(path))
 
 
@@ -322,7 +338,8 @@ def parse_yaml_options(text: str, path: str) -> list[GivenOption]:
         for key, node in root.value:
             is_plain = isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null"
             value = node.value if is_plain else loader.construct_object(node, deep=True)
-            given.append(GivenOption(key.value, value, f"{path}, line {key.start_mark.line + 1}"))
+            where = f"{path}, line {key.start_mark.line + 1}"
+            given.append(GivenOption(key.value, value, where, dict(_find_places(node, path))))
         return given
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -331,6 +348,18 @@ def parse_yaml_options(text: str, path: str) -> list[GivenOption]:
         raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path) from error
     finally:
         loader.dispose()
+
+
+def _find_places(node: yaml.Node, path: str, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, str]]:
+    """Yield the keys that lead to each value inside a node, with the file and line of the value."""
+    pairs: list[tuple[Any, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(key.value, key, value) for key, value in node.value]
+    if isinstance(node, yaml.SequenceNode):
+        pairs = [(i, value, value) for i, value in enumerate(node.value)]
+    for key, named, value in pairs:
+        yield (*keys, key), f"{path}, line {named.start_mark.line + 1}"
+        yield from _find_places(value, path, (*keys, key))
 
 
 def _describe_node(node: yaml.Node) -> str:
@@ -383,18 +412,21 @@ def _join_words(words: list[str]) -> Any:
 
 
 def find_nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that `name` is probably a misspelling of, if any is near."""
-    nearest = difflib.get_close_matches(name, list(names), n=1)
-    return nearest[0] if nearest else None
+    """Return the name that `name` is probably a misspelling of, if any is near; first one of the same letters."""
+    nearest = difflib.get_close_matches(name, list(names), n=3)
+    swapped = [one for one in nearest if sorted(one) == sorted(name)]
+    return next(iter([*swapped, *nearest]), None)
 
 
+@functools.cache
 def read_own_options(cls: type[BaseModel]) -> dict[str, Option]:
     """Return the options that the fields of a class declare, inherited ones included."""
     own = {}
     for owner in reversed(cls.__mro__):
         for name, annotation in owner.__dict__.get("__annotations__", {}).items():
             if name in cls.model_fields:
-                own[name] = Option.from_annotation(name, annotation)
+                bounds = Bounds.of_field(cls.model_fields[name].metadata)
+                own[name] = replace(Option.from_annotation(name, annotation), bounds=bounds)
     return own
 
 

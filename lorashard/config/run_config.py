@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from .adapter_options import AdapterOptions
 from .base_options import BaseOptions
 from .data_options import DataOptions
+from .evaluation import check_saves
 from .methods import METHODS, Method, explain_refused
 from .names import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, VALUE_ALIASES
 from .options import (
@@ -32,6 +33,8 @@ from .options import (
 )
 from .placement import PlacementOptions, parse_steps
 from .precision import choose_precision
+from .sweep_options import SweepOptions, read_sweep_file
+from .trackers import name_trackers
 
 # Defaults that differ from TRL's: values that work for LoRA, and no filter that hides a loss that is not finite. The
 # learning rate's is the method's.
@@ -42,13 +45,12 @@ TRAINER_DEFAULTS = {
     "logging_nan_inf_filter": False,
 }
 
-_SAVE_STEPS = 500  # transformers' default
-_BATCH_SIZE = 8  # likewise
+_BATCH_SIZE = 8  # transformers' default
 
 _REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
 
-class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
+class RunConfig(SweepOptions, DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
     """All options of a run. A name that is not lorashard's or the data's is one of TRL's for the method.
 
     `RunConfig(model_name_or_path=..., max_steps=10)` takes TRL's options by their own names too, and keeps them in
@@ -127,7 +129,7 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
         """
         config = cls(read_yaml_options(yaml_path) if yaml_path else (), read_command_line(overrides))
         for name in required:
-            if not getattr(config, name):
+            if not getattr(config, name) and not (name == "dataset" and config.sweep):  # its jobs may have their own
                 raise ConfigError(
                     "has to be given",
                     option=name,
@@ -145,6 +147,7 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
         if not sources:
             given = [*values.items(), *values.get("trainer", {}).items()]
             sources = ([GivenOption(name, value, "") for name, value in given if name != "trainer"],)
+        sources = tuple([read_sweep_file(option) for option in source] for source in sources)
         method = find_method([option for source in sources for option in source])
         known = read_known_options(method)
         options: dict[str, Any] = {}
@@ -159,6 +162,8 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
             super().__init__(**own | {"trainer": {name: options[name] for name in options if name not in own}})
         except ValidationError as error:
             raise to_config_error(error) from error
+        for option in (option for source in sources for option in source if option.name == "sweep"):
+            self._sweep_places = {(): option.where} | option.places
 
     @model_validator(mode="after")
     def _check_checkpointing(self) -> RunConfig:
@@ -213,6 +218,7 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
                 option="global_batch_size",
                 fix="leave one of them out",
             )
+        name_trackers(self.trainer.get("report_to"))
         _ = self.profile_range
         return self
 
@@ -260,7 +266,7 @@ class RunConfig(DataOptions, PlacementOptions, AdapterOptions, BaseOptions):
             expected = f"one of {', '.join(self.trl_method.metrics)}"
             raise ConfigError(option="metric_for_best_model", expected=expected, found=repr(metric))
         if chooses_best:
-            _check_saves(trainer)
+            check_saves(trainer)
         return self
 
     def with_dtype(self, dtype: str) -> RunConfig:
@@ -374,7 +380,7 @@ def collect_options(
     for option in given:
         written = option.name.replace("-", "_")
         name = _find_canonical(option)
-        refusal = REFUSED_OPTIONS.get(name) or (method and explain_refused(method, name))
+        refusal = _explain_refusal(name, method)
         is_default = option.value in (None, "", "null", [], {})  # as other tools write it out
         if is_default and (refusal or (method and name not in known and _find_methods(name))):
             continue
@@ -404,6 +410,10 @@ def _find_canonical(option: GivenOption) -> str:
     return ALIASES.get(written, written)
 
 
+def _explain_refusal(name: str, method: Method | None) -> str | None:
+    return REFUSED_OPTIONS.get(name) or (explain_refused(method, name) if method else None)
+
+
 def _find_methods(name: str) -> list[str]:
     return [method.name for method in METHODS.values() if name in read_known_options(method)]
 
@@ -414,7 +424,8 @@ def _refuse_unknown(option: GivenOption, known: Mapping[str, Option], method: Me
     if method and others:
         problem = f"an option of {', '.join(others)}, and the method of this run is {method.name}"
         return ConfigError(problem, option=name, where=option.where, fix="leave it out")
-    nearest = find_nearest(name, [*known, *ALIASES])
+    offered = (one for one in [*known, *ALIASES] if not _explain_refusal(ALIASES.get(one, one), method))
+    nearest = find_nearest(name, offered)
     if name in HINTS:
         fix = HINTS[name]
     elif isinstance(option.value, dict):
@@ -424,21 +435,3 @@ def _refuse_unknown(option: GivenOption, known: Mapping[str, Option], method: Me
     else:
         fix = "lorashard finetune --help lists the options"
     return ConfigError("unknown option", option=name, where=option.where, fix=fix)
-
-
-def _check_saves(trainer: Mapping[str, Any]) -> None:
-    """Refuse options with which an evaluated adapter has no checkpoint, as transformers does later, in each rank."""
-    saves, evaluates = trainer["save_strategy"], trainer["eval_strategy"]
-    needed = "load_best_model_at_end needs a checkpoint of each evaluation"
-    if saves not in ("best", evaluates):
-        raise ConfigError(
-            needed,
-            option="save_strategy",
-            expected=f"{evaluates}, as eval_strategy, or best",
-            found=saves,
-        )
-    save_steps = trainer.get("save_steps", _SAVE_STEPS)
-    eval_steps = trainer.get("eval_steps") or trainer["logging_steps"]
-    if saves == "steps" and min(save_steps, eval_steps) >= 1 and save_steps % eval_steps:
-        expected = f"a multiple of eval_steps, {eval_steps}"
-        raise ConfigError(needed, option="save_steps", expected=expected, found=save_steps)

@@ -48,8 +48,8 @@ class CommandWords(BaseModel):
             raise ConfigError(
                 "has to be given", option=cls.positionals[len(plain)], fix=f"give {usage} first, then the options"
             )
-        known = read_own_options(cls)
-        known |= {short: known[name] for name, short in cls.short_names.items() if name in known}
+        own = read_own_options(cls)
+        known = own | {short: own[name] for name, short in cls.short_names.items() if name in own}
         given = collect_options(read_command_line(words[len(plain) :]), known)
         given |= {name: given.pop(short) for name, short in cls.short_names.items() if short in given}
         try:

@@ -20,7 +20,7 @@ from ..config.data_options import DataOptions
 from ..errors import ConfigError, DataError
 from .chat import ChatWriter, Span, UnstableTemplateError, mask_turns
 from .formats import DataFormat, Example, detect_format
-from .sources import BadRow, Row, Source, read_rows
+from .sources import BadRow, Row, RowReader, read_rows
 
 IGNORED_LABEL = -100  # PyTorch's cross entropy and TRL's trainers ignore such tokens
 
@@ -219,7 +219,7 @@ class RowEncoder:
 
 
 def encode_source(
-    source: Source,
+    source: RowReader,
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     packing: bool,

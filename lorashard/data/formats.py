@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.methods import METHODS, refuse_columns
 from ..errors import DataError
 from .sources import BadRow, name_type
 
@@ -70,14 +71,7 @@ def detect_format(
     columns = find_columns(rows, name)
     found = _match_format(rows, columns, has_chat_template, text_field)
     if found is None:
-        raise DataError(
-            "its columns are not recognized",
-            where=f"dataset {name!r}",
-            expected="messages, conversations, prompt + completion, instruction + output (+ input, system), question + "
-            f"answer, or {text_field}",
-            found=", ".join(columns) or "none",
-            fix="name a column of plain text with dataset_text_field",
-        )
+        raise refuse_columns(METHODS["sft"], columns, name, text_field)
     if found.is_chat:
         check_chat_template(has_chat_template, name)
     return found

@@ -343,7 +343,7 @@ def _hash_inputs(
     inputs = {
         "recipe": _RECIPE_VERSION,
         "method": method.name,
-        "options": options.model_dump(mode="json"),
+        "options": options.model_dump(mode="json", exclude=None if options.shuffle_dataset else {"seed"}),
         "sources": identities,
         "tokenizer": _describe_tokenizer(tokenizer),
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},

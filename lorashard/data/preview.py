@@ -1,56 +1,144 @@
-"""Show the first rows as the model will see them, and which tokens are supervised."""
+"""Show the first examples as the model will see them, and which tokens are supervised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
+from typing import Any
 
+import datasets
+from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from ..config.data_options import DataOptions
+from ..config.methods import METHODS, Method
 from .encode import IGNORED_LABEL, Encoding, encode_source
-from .sources import open_source
+from .sources import BadRow, open_source
+from .trl_rows import open_rows, tabulate
+from .trl_tokens import SUPERVISED, TrlSequence, tokenize_rows
+from .visible import show_unseen
 
 _SUPERVISED_COLOR, _CONTEXT_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-_UNFINISHED_CHARACTER = "�"
-# Text from a dataset must not control the terminal: control characters are shown as their pictures.
-_CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
+_UNFINISHED_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True)
-class PreviewRow:
-    """One row: its tokens as (text, whether it is supervised), or the problem for which it is skipped."""
+class PreviewSequence:
+    """A sequence that passes the model.
 
-    place: str
-    format: str
-    mask_method: str
+    Attributes:
+        name: what it is of its example: `chosen`, `rejected`, `desirable`, `undesirable`, `prompt`, or empty.
+        tokens: each as (text, whether it is supervised).
+        num_left_out: how many more are in the middle of `tokens`, between its two halves.
+    """
+
+    name: str
     tokens: list[tuple[str, bool]]
     num_tokens: int
     num_supervised_tokens: int
     num_tokens_before_cut: int
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class PreviewRow:
+    """One row: its sequences, or the problem for which it is skipped."""
+
+    place: str
+    format: str
+    mask_method: str
+    sequences: list[PreviewSequence]
     problem: str | None
 
 
-def preview(options: DataOptions, tokenizer: PreTrainedTokenizerBase, num_rows: int = 3) -> list[PreviewRow]:
-    """Encode the first rows of the training dataset as `prepare` would, before packing, bad rows included.
+def preview(
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    num_rows: int = 3,
+    method: Method = METHODS["sft"],
+    trainer_options: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
+) -> list[PreviewRow]:
+    """Tokenize the first rows of the training dataset as a run does, before packing, bad rows included.
+
+    Args:
+        trainer_options: from `fill_trainer_options`, for methods whose trainer tokenizes the rows.
+        max_tokens: of a sequence, beyond which the tokens in its middle are left out.
 
     Raises:
         DataError: The dataset is missing, or its columns are not recognized.
         ConfigError: The options do not suit the dataset or the tokenizer.
     """
     source = open_source(options.dataset, options.dataset_split, options.dataset_config, options.dataset_revision)
-    encoder, results = encode_source(source, options, tokenizer, options.packing, num_rows)
-    rows = []
-    for place, result in results:
-        context = (place, encoder.format.name, encoder.mask_method)
-        if isinstance(result, Encoding):
-            supervised = [label != IGNORED_LABEL for label in result.labels]
-            tokens = list(zip(split_text(result.input_ids, tokenizer), supervised, strict=True))
-            rows.append(PreviewRow(*context, tokens, len(tokens), sum(supervised), result.num_tokens_before_cut, None))
+    if method.is_prepared_here:
+        encoder, results = encode_source(source, options, tokenizer, options.packing, num_rows)
+        name, supervised = encoder.format.name, encoder.mask_method
+        found: Iterator[tuple[str, list[TrlSequence] | BadRow]]
+        found = ((place, _as_sequences(result)) for place, result in results)
+    else:
+        trl_format, rows = open_rows(source, method, tokenizer.chat_template is not None, options.max_train_samples)
+        name, supervised = trl_format.name, SUPERVISED[method.name]
+        found = _tokenize_each(list(islice(rows, num_rows)), source.name, method, tokenizer, trainer_options or {})
+    shown = []
+    for place, sequences in found:
+        if isinstance(sequences, BadRow):
+            shown.append(PreviewRow(place, name, supervised, [], f"{sequences.reason}: {sequences.detail}"))
         else:
-            rows.append(PreviewRow(*context, [], 0, 0, 0, f"{result.reason}: {result.detail}"))
-    return rows
+            texts = [_show_sequence(sequence, tokenizer, max_tokens) for sequence in sequences]
+            shown.append(PreviewRow(place, name, supervised, texts, None))
+    return shown
+
+
+def _as_sequences(result: Encoding | BadRow) -> list[TrlSequence] | BadRow:
+    if isinstance(result, BadRow):
+        return result
+    supervised = [label != IGNORED_LABEL for label in result.labels]
+    return [TrlSequence("", result.input_ids, supervised, result.num_tokens_before_cut)]
+
+
+def _tokenize_each(
+    rows: Sequence[tuple[str, dict[str, Any] | BadRow]],
+    name: str,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer_options: Mapping[str, Any],
+) -> Iterator[tuple[str, list[TrlSequence] | BadRow]]:
+    """Yield each row's place and sequences. One table holds all, since it gives messages the keys of all others."""
+    table = datasets.Dataset(InMemoryTable(tabulate([row for _, row in rows if not isinstance(row, BadRow)], name)))
+    position = 0
+    for place, row in rows:
+        if isinstance(row, BadRow):
+            yield place, row
+            continue
+        try:
+            sequences = list(tokenize_rows(table.select([position]), method, tokenizer, trainer_options))
+        except Exception as error:  # the chat template's own, of any kind
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            yield place, BadRow("not tokenized", f"TRL's {method.trainer_class} raises {reason}")
+        else:
+            found = [sequence for example in sequences for sequence in example]
+            limit = trainer_options.get("max_length")
+            yield place, found or BadRow("too long", f"TRL leaves it out, since max_length is {limit}")
+        position += 1
+
+
+def _show_sequence(
+    sequence: TrlSequence, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
+) -> PreviewSequence:
+    ids, supervised = sequence.input_ids, sequence.is_supervised
+    num_tokens, num_supervised, num_left_out = len(ids), sum(supervised), 0
+    if max_tokens is not None and num_tokens > max_tokens:
+        half = max_tokens // 2
+        num_left_out = num_tokens - 2 * half
+        texts = split_text(ids[:half], tokenizer) + split_text(ids[-half:], tokenizer)
+        supervised = supervised[:half] + supervised[-half:]
+    else:
+        texts = split_text(ids, tokenizer)
+    tokens = list(zip(texts, supervised, strict=True))
+    return PreviewSequence(
+        sequence.name, tokens, num_tokens, num_supervised, sequence.num_tokens_before_cut, num_left_out
+    )
 
 
 def split_text(input_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -84,20 +172,30 @@ def render_preview(rows: Iterable[PreviewRow], color: bool = False) -> str:
 
 
 def _render_row(row: PreviewRow, color: bool) -> str:
-    title = f"{row.place} · {row.format} · "
+    title = show_unseen(f"{row.place} \u00b7 {row.format} \u00b7 ")
     if row.problem is not None:
-        return _defuse(f"{title}cannot be trained on: {row.problem}")
-    cut = f", truncated from {row.num_tokens_before_cut}" if row.num_tokens < row.num_tokens_before_cut else ""
-    title += f"{row.num_tokens} tokens{cut}, {row.num_supervised_tokens} supervised: {row.mask_method}"
+        return f"{title}cannot be trained on: {show_unseen(row.problem)}"
+    parts = []
+    for sequence in row.sequences:
+        name = f"{sequence.name}: " if sequence.name else ""
+        parts.append(f"{title}{name}{_count_tokens(sequence)}: {row.mask_method}\n{_render_tokens(sequence, color)}")
+    return "\n\n".join(parts)
+
+
+def _count_tokens(sequence: PreviewSequence) -> str:
+    """Return how many tokens a sequence has, how many it had before truncation, and how many are supervised."""
+    cut = ""
+    if sequence.num_tokens < sequence.num_tokens_before_cut:
+        cut = f", truncated from {sequence.num_tokens_before_cut}"
+    return f"{sequence.num_tokens} tokens{cut}, {sequence.num_supervised_tokens} supervised"
+
+
+def _render_tokens(sequence: PreviewSequence, color: bool) -> str:
     body = ""
-    for is_supervised, tokens in groupby(row.tokens, key=lambda token: token[1]):
-        text = _defuse("".join(piece for piece, _ in tokens))
+    for is_supervised, tokens in groupby(sequence.tokens, key=lambda token: token[1]):
+        text = show_unseen("".join(piece for piece, _ in tokens))
         if color:
             body += f"{_SUPERVISED_COLOR if is_supervised else _CONTEXT_COLOR}{text}{_NO_COLOR}"
         else:
-            body += f"⟦{text}⟧" if is_supervised else text
-    return f"{_defuse(title)}\n{body}"
-
-
-def _defuse(text: str) -> str:
-    return text.translate(_CONTROL_PICTURES)
+            body += f"\u27e6{text}\u27e7" if is_supervised else text
+    return body

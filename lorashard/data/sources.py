@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import pyarrow as pa
@@ -26,6 +28,7 @@ from huggingface_hub.file_download import repo_folder_name
 from ..config.data_options import DATA_SUFFIXES
 from ..errors import DataError
 from ..runs.links import find_link_out
+from .peek import check_exists
 
 _CSV_FIELD_CHARS = 1 << 30
 _BATCH_ROWS = 256
@@ -67,8 +70,12 @@ class FileSource:
         stats = [(path, path.stat()) for path in self.paths]
         return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
-    def count_rows(self, most: int | None = None) -> int | None:
-        """Return the number of rows, up to `most`; `most` if only parsing the files would find it."""
+    def count_rows(self, most: int | None = None, end_s: float = math.inf) -> int | None:
+        """Return the number of rows, up to `most`; `most` if only parsing the files would find it.
+
+        Args:
+            end_s: of `time.monotonic`, when to give up, as if only parsing would find it.
+        """
         is_parquet = all(path.suffix == ".parquet" for path in self.paths)
         if not is_parquet and not all(path.suffix == ".jsonl" for path in self.paths):
             return most
@@ -76,7 +83,7 @@ class FileSource:
         try:
             for number in chain.from_iterable(map(_count_parquet if is_parquet else _count_lines, self.paths)):
                 total += number
-                if most is not None and total >= most:
+                if (most is not None and total >= most) or time.monotonic() > end_s:
                     return most
         except (OSError, pa.ArrowException):  # reported when the rows are read
             return most
@@ -129,7 +136,7 @@ class HubSource:
         ref = folder / "refs" / self.revision
         return ref.read_text().strip() if ref.is_file() else self.revision
 
-    def count_rows(self, most: int | None = None) -> int | None:
+    def count_rows(self, most: int | None = None, end_s: float = math.inf) -> int | None:
         """Download the split if it is not cached, and return its number of rows, up to `most`."""
         num_rows = len(self._ask(datasets.load_dataset, split=self.split))
         return num_rows if most is None else min(num_rows, most)
@@ -167,6 +174,15 @@ class HubSource:
 Source = FileSource | HubSource
 
 
+class RowReader(Protocol):
+    """What rows are read from: a source, or a part of one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read(self) -> Iterator[Row]: ...
+
+
 def open_source(name: str, split: str, config: str | None, revision: str | None) -> Source:
     """Return the rows of a file, of a split of a folder, or of a split of a hub dataset.
 
@@ -186,12 +202,11 @@ def open_source(name: str, split: str, config: str | None, revision: str | None)
         return FileSource(name, (path,), path.parent)
     if path.is_dir():
         return _open_folder(name, path, split)
-    if path.suffix in _READERS or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise DataError("no such file or folder", where=where)
+    check_exists(name)
     return HubSource(name, config, split, revision)
 
 
-def read_rows(source: Source, max_samples: int | None) -> tuple[list[dict[str, Any]], Iterator[Row]]:
+def read_rows(source: RowReader, max_samples: int | None) -> tuple[list[dict[str, Any]], Iterator[Row]]:
     """Return the first readable rows, of which one may lack a column, and all rows.
 
     Raises:

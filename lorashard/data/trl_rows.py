@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..config.methods import Method
+from ..config.methods import Method, refuse_columns
 from ..errors import DataError
 from .formats import ROLES, check_chat_template, find_columns, get_field, get_text
-from .sources import BadRow, Source, name_type, read_rows
+from .sources import BadRow, RowReader, name_type, read_rows
 
 _BATCH_ROWS = 256
 _TEXTS = ("prompt", "chosen", "rejected", "completion")
@@ -75,7 +75,7 @@ class TrlFormat:
 
 
 def open_rows(
-    source: Source, method: Method, has_chat_template: bool, max_samples: int | None
+    source: RowReader, method: Method, has_chat_template: bool, max_samples: int | None
 ) -> tuple[TrlFormat, Iterator[tuple[str, dict[str, Any] | BadRow]]]:
     """Recognize the columns by the first rows; return them, and every row with its place, checked.
 
@@ -110,11 +110,7 @@ def find_format(rows: Sequence[dict[str, Any]], method: Method, has_chat_templat
                 check_chat_template(has_chat_template, name)
             has_implicit_prompt = expected == ("chosen", "rejected") and not method.is_classifier
             return TrlFormat(expected, is_chat, method.optional_columns, has_implicit_prompt)
-    raise DataError(
-        where=f"dataset {name!r}",
-        expected=f"the columns {', or '.join(' + '.join(columns) for columns in method.formats)} for {method.name}",
-        found=", ".join(columns) or "none",
-    )
+    raise refuse_columns(method, columns, name)
 
 
 def find_schema(rows: Iterator[dict[str, Any]], name: str) -> pa.Schema:
@@ -131,6 +127,15 @@ def find_schema(rows: Iterator[dict[str, Any]], name: str) -> pa.Schema:
         problem = f"a column holds values of different types: {str(error).splitlines()[0]}"
         raise DataError(problem, where=f"dataset {name!r}") from error
     return schema
+
+
+def tabulate(rows: Sequence[dict[str, Any]], name: str) -> pa.Table:
+    """Return rows of the dataset `name`, which nobody has looked at, as a table.
+
+    Raises:
+        DataError: as for `find_schema`.
+    """
+    return make_table(rows, find_schema(iter(rows), name))
 
 
 def make_table(rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> pa.Table:

@@ -1,58 +1,148 @@
-"""Check a run before it takes GPUs: options, devices, the model's files, every row of the data. No weights are read."""
+"""Check a run before it takes GPUs: options, devices, the model's files, every row of the data, the memory.
+
+No weights are read. What options alone decide is told before torch is imported.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-
-import torch
-from huggingface_hub import constants, get_safetensors_metadata, model_info
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from typing import TYPE_CHECKING
 
 from ..config.initialization import is_derived
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
-from ..data.prepare import prepare
-from ..data.tokenizer import load_tokenizer
+from ..config.sweep import ADAPTER_JOB_OPTIONS, Job, named_in_errors, read_jobs
 from ..errors import CheckpointError
+from ..launch.checks import check_data, check_options
 from ..launch.launcher import check_output_dir
-from ..runtime.devices import check_device, choose_ranks, find_gpus
+from ..runtime.devices import find_gpus
 from ..runtime.disk import show_bytes
+from ..runtime.importing import quick_imports
 from ..runtime.plugins import refuse_plugins
-from ..weights.hub import explain_hub_errors, resolve_folder
-from ..weights.safetensors_files import Checkpoint
-from ..weights.stored_formats import settle_quantization
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.prepare import Prepared
+
+# Begins a line on what works, but not as one would wish.
+WARNING = "warning: "
+# Options of an adapter that change neither its size nor what it is put on.
+_SCALES = {"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio"}
 
 
 def validate(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each check that passes.
+    """Yield a line for each check that passes, and one that begins with `WARNING` for each that a person should know.
 
     Raises:
         UserError: from the first check that fails.
     """
     refuse_plugins(os.environ)
-    choice = choose_ranks(config, find_gpus())
-    check_device(config, choice.device_type)
+    choice = check_options(config, find_gpus())
+    check_data(config)
     check_output_dir(config)
     yield f"ranks: {choice.num_ranks} on {choice.device_type}"
-    from ..planning.run_plan import settle_dtype_here
+    with quick_imports():
+        import torch
 
+        from ..data.prepare import prepare
+        from ..data.tokenizer import load_tokenizer
+        from ..planning.run_plan import settle_dtype_here
+
+    is_asked = config.dtype != "auto"
     config, about_dtype = settle_dtype_here(config, torch.device(choice.device_type))
-    yield from about_dtype
-    _check_trainer_options(config, choice.device_type, choice.num_ranks)
+    yield from (f"{WARNING}{line}" if is_asked else line for line in about_dtype)
+    jobs = read_jobs(config)
+    for job in jobs:
+        with named_in_errors(job.name):
+            _check_trainer_options(job.config, choice.device_type, choice.num_ranks)
+    if not jobs:
+        _check_trainer_options(config, choice.device_type, choice.num_ranks)
     yield "options: accepted by TRL and transformers"
     yield f"model: {describe_model(config.model_name_or_path, config.model_revision)}"
     if (kept := _describe_format(config)) is not None:
         yield f"base: {kept}"
     if config.reward_model_name_or_path is not None:
         yield f"reward model: {describe_model(config.reward_model_name_or_path, None)}"
-    yield f"adapter: {_describe_adapter(config)}"
     tokenizer = load_tokenizer(**config.tokenizer_options())
-    prepared = prepare(config.data_options(), tokenizer, method=config.trl_method)
-    yield f"dataset: {prepared.report.summary()}"
+    if jobs:
+        prepared = yield from _check_jobs(jobs, tokenizer)
+    else:
+        yield f"adapter: {_describe_adapter(config)}"
+        prepared = prepare(config.data_options(), tokenizer, method=config.trl_method)
+        yield f"dataset: {prepared.report.summary()}"
     if prepared.eval_report is not None:
         yield f"eval_dataset: {prepared.eval_report.summary()}"
+    here = config.model_copy(update={"cpu": choice.num_ranks}) if choice.device_type == "cpu" else config
+    yield from _describe_run(here, prepared, tokenizer, about_dtype)
+
+
+def _check_jobs(jobs: Sequence[Job], tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, Prepared]:
+    """Yield a line for each job of a sweep, and one for data that all share; return the data of the longest examples.
+
+    Adapters that are alike are built once, and data that is common is read once.
+    """
+    from ..data.prepare import prepare
+
+    adapters: dict[str, str] = {}
+    datasets: dict[str, Prepared] = {}
+    lines = []
+    for job in jobs:
+        options = job.config.data_options()
+        data = repr(options.model_dump(exclude=None if options.shuffle_dataset else {"seed"}))
+        adapter = repr([getattr(job.config, name) for name in sorted(ADAPTER_JOB_OPTIONS - _SCALES)])
+        with named_in_errors(job.name):
+            if adapter not in adapters:
+                adapters[adapter] = _describe_adapter(job.config)
+            if data not in datasets:
+                datasets[data] = prepare(options, tokenizer, method=job.config.trl_method)
+        lines.append((f"job {job.name}: {adapters[adapter]}", f"dataset: {datasets[data].report.summary()}"))
+    if len(datasets) == 1:
+        yield from (*(line for line, _ in lines), lines[0][1])
+    else:
+        yield from ("; ".join(parts) for parts in lines)
+    return max(datasets.values(), key=lambda prepared: prepared.report.longest_tokens or 0)
+
+
+def _describe_run(
+    config: RunConfig, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, told: Sequence[str]
+) -> Iterator[str]:
+    """Yield what the plan says of the rows as they are and the memory that is free now, and what the run will take.
+
+    Args:
+        told: the warnings that need not be repeated.
+
+    Raises:
+        ConfigError: Nothing fits, where something is left to choose. What a person has chosen is obeyed, as in a run.
+    """
+    from ..data.survey import survey_prepared
+    from ..data.trl_tokens import fill_trainer_options
+    from ..planning.choose import PlanError, explained_planning
+    from ..planning.estimate import estimate
+    from ..planning.estimate_words import render_estimate
+    from ..planning.hardware import HardwareOptions
+    from ..planning.run_plan import forecast
+
+    survey = survey_prepared(prepared, tokenizer, config.trl_method, fill_trainer_options(config))
+    longest = max(survey.lengths)
+    try:
+        with explained_planning():
+            plan, _ = forecast(config, HardwareOptions(), longest_tokens=longest)
+        if config.is_placement_open and not config.queue:  # a run that waits does so until memory is free
+            _ = plan.choice
+        with explained_planning():
+            found = estimate(config, survey, plan, HardwareOptions(), longest)
+    except PlanError as error:  # it may run all the same
+        yield f"{WARNING}placement: {error}"
+        yield "expected time: unknown"
+        return
+    yield f"{WARNING if plan.chosen is None else ''}placement: {plan.reason}"
+    yield from [str(plan.sweep)] if plan.sweep else []
+    yield from (f"{WARNING}{warning}" for warning in plan.warnings if warning not in told)
+    yield from render_estimate(asdict(found)).splitlines()
 
 
 def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) -> None:
@@ -67,6 +157,7 @@ def _check_trainer_options(config: RunConfig, device_type: str, num_ranks: int) 
 def _describe_format(config: RunConfig) -> str | None:
     """Return the format that the base is trained in, where it is stored quantized or is to be quantized."""
     from ..planning.size import find_stored
+    from ..weights.stored_formats import settle_quantization
 
     name = config.model_name_or_path
     stored = find_stored(name, config.model_revision)
@@ -103,6 +194,11 @@ def describe_model(name: str, revision: str | None) -> str:
     Raises:
         CheckpointError: its files are missing or damaged, or the hub refuses them.
     """
+    from huggingface_hub import constants
+
+    from ..weights.hub import resolve_folder
+    from ..weights.safetensors_files import Checkpoint
+
     try:
         folder = resolve_folder(name, revision, allow_download=False)
     except CheckpointError:
@@ -116,6 +212,11 @@ def describe_model(name: str, revision: str | None) -> str:
 
 def _describe_hub_model(name: str, revision: str | None) -> str:
     """Read the headers of a model that is not on this machine."""
+    from huggingface_hub import get_safetensors_metadata, model_info
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    from ..weights.hub import explain_hub_errors
+
     with explain_hub_errors(name, revision):
         # First, since get_safetensors_metadata reports a missing repo or revision as one without weights.
         commit = model_info(name, revision=revision).sha

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .placeholder import FrozenWeight
-from .slots import SlotPool
+from .slots import SlotPool, StridedPlace
 from .unit import Unit
 
 _Pack = Callable[[torch.Tensor], Any]
@@ -28,18 +28,15 @@ _Unpack = Callable[[Any], torch.Tensor]
 
 
 class Handle(NamedTuple):
-    """Where a saved tensor sits: in elements of `dtype` from the beginning of the unit's buffer."""
+    """Where a saved tensor sits in its unit's buffer."""
 
     unit: Unit
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: StridedPlace
 
     def find(self) -> torch.Tensor:
         """Return the tensor; its unit is unsharded."""
         assert self.unit.slot is not None
-        return self.unit.slot.view_strided(self.dtype, self.shape, self.stride, self.offset)
+        return self.unit.slot.view_strided(self.place)
 
     def copy(self) -> torch.Tensor:
         """Return the tensor's values in memory of their own; its unit is unsharded."""
@@ -78,34 +75,37 @@ def saved_handles(pool: SlotPool[Unit], restore: Callable[[Handle | WeightHandle
     """
     outer: tuple[_Pack, _Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
+    find = pool.find
+
     def pack(tensor: torch.Tensor) -> Any:
-        is_activation = tensor.requires_grad and not tensor._is_view()  # the base is frozen
-        slot = None if is_activation else pool.find(tensor)
+        has_gradient = tensor.requires_grad
+        is_activation = has_gradient and not tensor._is_view()  # the base is frozen
+        slot = None if is_activation else find(tensor)
         if slot is not None and slot.owner is not None:
-            return Handle(slot.owner, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return Handle(slot.owner, (tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())))
         if isinstance(tensor, FrozenWeight):
             return (tensor, 0) if tensor.place is None else WeightHandle(*tensor.place, tensor.views)
         if outer is not None:
             return _Outer(outer[0](tensor))
         # Detached: a node that kept its own output would be a cycle that nothing collects. With its version: hooks
         # switch torch's own check for in-place changes off.
-        return tensor.detach(), tensor._version
+        return (tensor.detach() if has_gradient else tensor), tensor._version
 
     def unpack(packed: Any) -> torch.Tensor:
         kind = type(packed)
-        if kind is Handle or kind is WeightHandle:
-            return restore(packed)
-        if kind is _Outer:
-            assert outer is not None
-            return outer[1](packed.packed)
-        tensor, version = packed
-        if tensor._version != version:
+        if kind is tuple:
+            tensor, version = packed
+            if tensor._version == version:
+                return tensor
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{tuple(tensor.shape)} {tensor.dtype} is at version {tensor._version}; expected version {version} "
                 "instead"
             )
-        return tensor
+        if kind is _Outer:
+            assert outer is not None
+            return outer[1](packed.packed)
+        return restore(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -124,4 +124,8 @@ def first_differentiable(values: Any) -> torch.Tensor | None:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return None
-    return next((found for value in values if (found := first_differentiable(value)) is not None), None)
+    for value in values:
+        found = first_differentiable(value)
+        if found is not None:
+            return found
+    return None

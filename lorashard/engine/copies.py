@@ -101,7 +101,7 @@ class HostCopies:
                     source.read_into(target)
                 else:
                     target.copy_(source)
-            return _Copies()
+            return _DONE
         in_memory = [(target, source) for target, source in pairs if isinstance(source, torch.Tensor)]
         if len(in_memory) == len(pairs) and all(self._queues.is_pinned(source) for _, source in in_memory):
             for target, source in in_memory:
@@ -124,7 +124,10 @@ class HostCopies:
 class _Copies:
     """Copies that were started; `wait` holds up the current queue, or the host, until they are done."""
 
-    wait: Callable[[], object] = lambda: None
+    wait: Callable[[], object]
+
+
+_DONE = _Copies(lambda: None)
 
 
 class _PinnedRing:

@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ShardError
 from ..runtime.dist import ShardGroup
+from .agreement import check_ranks_agree
 from .autograd import Handle, WeightHandle, first_differentiable, is_in_backward, saved_handles
 from .root import make_root
 from .schedule import Direction, ScheduleEntry, choose_slot, find_next_of_class
 from .slots import Slot, SlotPool, plan_slots
 from .stats import Stats
 from .streams import SideStream
+from .turns import Turns
 from .unit import State, Unit
-
-_CHECKS = ("a forward without gradients", "a forward with gradients", "an optimizer step", "a read of base weights")
 
 
 class Engine:
@@ -46,6 +46,7 @@ class Engine:
         group: ShardGroup,
         device: torch.device,
         prefetch: int = 1,
+        others: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
         """Hook the modules of `schedule`.
 
@@ -57,8 +58,10 @@ class Engine:
             group: the ranks that the units are sharded over.
             device: where the slots are.
             prefetch: how many units ahead to gather; 0 gathers each unit when it is needed.
+            others: the roots of each further model on the same base, whose modules `schedule` has too: see `Turns`.
         """
         self._schedule = tuple(schedule)
+        self.turns = Turns(device) if others else None
         self.units = tuple(dict.fromkeys(entry.unit for entry in schedule))
         self._group = group
         self._prefetch = prefetch
@@ -67,19 +70,24 @@ class Engine:
         self.pool: SlotPool[Unit] = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
         self._order_slots()
         self._positions = {unit: [i for i, entry in enumerate(schedule) if entry.unit is unit] for unit in self.units}
+        self._with_backward = {entry.unit for entry in schedule if entry.has_backward}
         self._classes = [None if entry.unit.is_resident else entry.unit.size_class for entry in schedule]
+        self._ahead = [self._find_ahead(position) for position in range(len(schedule))]
         self._position = 0
         self._direction = Direction.FORWARD
-        self._depth = 0
+        self._is_training = False  # whether the pass that is running is one with gradients
+        self._inside: set[int | None] = set()  # the jobs that are inside of a pass; None: where there are no jobs
         self._graph_task = -1
         self._num_forwards = 0  # with gradients, since the last backward
         self._leaf_hooks: list[RemovableHandle] = []
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
         self._hash = group.number  # ranks that run another model than this one gather other units
-        self._model = roots[0]
+        if self.turns is not None:
+            self.turns.shares_visits = bool(sharded)
+        self._models = [of_job[0] for of_job in (roots, *others)]
         if sharded:
-            self._install_hooks(roots)
+            self._install_hooks([root for of_job in (roots, *others) for root in of_job])
 
     # -- what users may ask ------------------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class Engine:
         Memory: the copies, and one slot at a time.
         """
         if not all(unit.is_resident for unit, _ in wanted):
-            self._check_ranks_agree(3)
+            check_ranks_agree(self._group, 3, self._hash)
         return [self._copy_weight(unit, index) for unit, index in wanted]
 
     def write(self, unit: Unit, index: int, value: torch.Tensor) -> None:
@@ -178,7 +186,7 @@ class Engine:
             def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 engine = engine_of()
                 if engine is not None and engine.is_trained_by(optimizer):
-                    engine._check_ranks_agree(2)
+                    check_ranks_agree(engine._group, 2, engine._hash)
 
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
@@ -201,13 +209,17 @@ class Engine:
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer holds a parameter of the adapter."""
-        own = {id(parameter) for parameter in self._model.parameters()}  # adapters are added and deleted
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        job = None if self.turns is None else self.turns.job
+        first = self._models[job : job + 1] if job is not None else []  # most likely that of the job
+        return any(id(parameter) in held for model in [*first, *self._models] for parameter in model.parameters())
 
-    def _before_forward(self, position: int) -> Callable[..., None]:
+    def _before_forward(self, position: int) -> Callable[..., tuple[Any, Any] | None]:
         unit = self._schedule[position].unit
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            if self.turns is not None and self.turns.job is not None:
+                return self._enter_as_job(self.turns, position, args, kwargs)
             if is_in_backward():  # activation checkpointing recomputes the unit
                 self._enter_backward(unit)
             else:
@@ -221,52 +233,86 @@ class Engine:
                     handle = entry.register_hook(lambda grad: self._leave_backward(unit))
                     if entry.is_leaf:  # it may outlive the step, and collect a hook in each
                         self._leaf_hooks.append(handle)
+            return None
 
         return hook
 
-    def _after_forward(self, position: int) -> Callable[..., None]:
+    def _after_forward(self, position: int) -> Callable[..., Any]:
         scheduled = self._schedule[position]
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if scheduled.has_backward and torch.is_grad_enabled():
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            linked, is_last = None, True
+            if self.turns is not None and self.turns.job is not None and not is_in_backward():
+                is_last = self.turns.leave()
+                if scheduled.has_backward and torch.is_grad_enabled():
+                    linked = self.turns.links.link(output, lambda: self._enter_backward(scheduled.unit))
+            elif scheduled.has_backward and torch.is_grad_enabled():
                 result = first_differentiable(output)
                 if result is not None:
                     result.register_hook(lambda grad: self._enter_backward(scheduled.unit))
             if is_in_backward():
-                return
-            if not scheduled.holds:
+                return None
+            if not scheduled.holds and is_last:
                 scheduled.unit.release(self._stream)
             following = self._schedule[position + 1 : position + 2]
             if any(after.holds for after in following):  # no module of it need be called before it is read
                 self._enter_forward(position + 1)
+            return linked
 
         return hook
+
+    def _enter_as_job(self, turns: Turns, position: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Enter a unit where several jobs do, in a forward or a recomputation; return the linked arguments, if any."""
+        unit = self._schedule[position].unit
+        if is_in_backward():  # its forward has linked it
+            self._enter_backward(unit)
+            return None
+        visit = turns.enter(position)
+        self._enter_forward(position)
+        if not torch.is_grad_enabled():
+            return None
+        job, entry = turns.job, first_differentiable((args, kwargs))
+        assert job is not None
+        visit.is_below |= entry is not None and not entry.is_leaf
+        unit.has_backward_below = visit.is_below
+
+        def leave() -> None:
+            visit.backwards.discard(job)
+            if not visit.backwards:
+                self._leave_backward(unit)
+
+        if entry is not None:
+            visit.backwards.add(job)
+        return turns.links.link((args, kwargs), leave)
 
     # -- the life of a unit ------------------------------------------------------------------------------------------
 
     def _enter_forward(self, position: int) -> None:
         self._position = position
         self._unshard(self._schedule[position].unit)
-        ahead = (entry.unit for entry in self._schedule[position + 1 :] if not entry.unit.is_resident)
-        for unit in itertools.islice(ahead, self._prefetch):
+        for unit in self._ahead[position]:
             self._start_unshard(unit)
-        following = find_next_of_class(self._classes, position)
-        if following is not None and self._prefetch > 0:
-            self._start_unshard(self._schedule[following].unit)
+
+    def _find_ahead(self, position: int) -> list[Unit]:
+        """Return the units whose gathers start when a forward enters `position`."""
+        ahead = [entry.unit for entry in self._schedule[position + 1 :] if not entry.unit.is_resident]
+        following = find_next_of_class(self._classes, position) if self._prefetch > 0 else None
+        in_slot_left = [] if following is None else [self._schedule[following].unit]
+        return ahead[: self._prefetch] + in_slot_left
 
     def _enter_backward(self, unit: Unit) -> None:
         """Unshard `unit` because its backward, or its recomputation, begins."""
         if self._graph_task != torch._C._current_graph_task_id():
             self._graph_task = torch._C._current_graph_task_id()
-            if self._depth == 0:
+            if not self._inside:
                 self._release_all()  # what a backward that an exception cut short has left unsharded
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if unit.state is State.UNSHARDED and not unit.is_resident:
             return
-        if not any(self._schedule[position].has_backward for position in self._positions[unit]):
+        if unit not in self._with_backward:
             self._unshard(unit)  # recomputation enters it; its position says nothing of where backward is
             return
-        for other in self.units:
+        for other in self.pool.owners():
             # No gradient reaches the input of such a unit, so nothing else tells that its backward is over.
             if not other.has_backward_below and other is not unit:
                 other.release(self._stream)
@@ -281,12 +327,14 @@ class Engine:
 
     def _ahead_of_backward(self, position: int) -> Iterator[Unit]:
         """Yield the units that come after the backward at `position`, ending with the next forward's first."""
-        for ahead in reversed(range(position)):
-            entry, above = self._schedule[ahead : ahead + 2]
-            if not (entry.has_backward and above.unit.has_backward_below):
+        above = self._schedule[position].unit
+        for ahead in range(position - 1, -1, -1):
+            entry = self._schedule[ahead]
+            if not (entry.has_backward and above.has_backward_below):
                 break
-            if not entry.unit.is_resident:
-                yield entry.unit
+            above = entry.unit
+            if not above.is_resident:
+                yield above
         # Not while in the head, which the final norm's backward enters once more; nor where the head is needed again:
         # it is differentiated twice (create_graph), or other forwards share this backward.
         is_last = self._num_forwards == 1 and not torch.is_grad_enabled()
@@ -307,7 +355,7 @@ class Engine:
         self._release_all()
 
     def _release_all(self) -> None:
-        for unit in self.units:
+        for unit in self.pool.owners():
             unit.release(self._stream)
 
     def _unshard(self, unit: Unit) -> None:
@@ -365,42 +413,50 @@ class Engine:
         Ranks: every rank must run the same passes in the same order; before the first gather of one they compare.
         Memory: the slots; after the body their bytes stay, for nobody to read.
         """
-        if self._depth > 0:
+        job = None if self.turns is None else self.turns.job
+        if job in self._inside:
             yield
             return
         if is_in_backward():  # a checkpoint around the whole model recomputes it
             with saved_handles(self.pool, self._restore):
                 yield
             return
-        is_left_unsharded = any(unit.state is State.UNSHARDED and unit.slot is not None for unit in self.units)
-        if is_left_unsharded or self._graph_task != -1:
-            self._recover()  # the last backward was cut short by an exception
         is_training = torch.is_grad_enabled()
-        self._check_ranks_agree(int(is_training))
-        self._direction = Direction.TRAINING_FORWARD if is_training else Direction.FORWARD
-        self._position = 0
-        self._depth += 1
+        if self.turns is None or job is None:
+            self._begin_pass(is_training)
+        elif self.turns.begin_pass(is_training):
+            self._begin_pass(self.turns.is_training)
+        self._inside.add(job)
         is_done = False
         try:
             with saved_handles(self.pool, self._restore):
                 yield
             is_done = True
-            self._num_forwards += is_training
         finally:
-            self._depth -= 1
-            if is_done:
-                self._release_all()
-            else:
+            self._inside.discard(job)
+            is_last = self.turns is None or job is None or self.turns.end_pass(is_done)
+            if not is_done:
                 self._recover()
+            elif is_last:
+                self._num_forwards += self._is_training
+                self._release_all()
+
+    def _begin_pass(self, is_training: bool) -> None:
+        is_left_unsharded = any(unit.state is State.UNSHARDED for unit in self.pool.owners())
+        if is_left_unsharded or self._graph_task != -1:
+            self._recover()  # the last backward was cut short by an exception
+        check_ranks_agree(self._group, int(is_training), self._hash)
+        self._is_training = is_training
+        self._direction = Direction.TRAINING_FORWARD if is_training else Direction.FORWARD
+        self._position = 0
 
     def _restore(self, handle: Handle | WeightHandle) -> torch.Tensor:
-        if is_in_backward():
-            is_entered = self._graph_task == torch._C._current_graph_task_id() and handle.unit.state is State.UNSHARDED
-            if not is_entered:
-                self._enter_backward(handle.unit)
-            return handle.find()
-        self._unshard(handle.unit)
-        return handle.copy()  # somebody looks at the graph: their tensor must outlive the slot
+        if not is_in_backward():  # somebody looks at the graph: their tensor must outlive the slot
+            self._unshard(handle.unit)
+            return handle.copy()
+        if handle.unit.state is not State.UNSHARDED or self._graph_task != torch._C._current_graph_task_id():
+            self._enter_backward(handle.unit)
+        return handle.find()
 
     def _recover(self) -> None:
         """Return every unit to SHARDED, whatever an exception left behind."""
@@ -416,25 +472,3 @@ class Engine:
         # The side stream must not overtake what used the slots' memory before, nor the filling of the shards.
         for slot in self.pool:
             slot.readers_done = self._stream.mark()
-
-    def _check_ranks_agree(self, check: int) -> None:
-        if self._group.size == 1:
-            return
-        differing = self._group.compare(
-            [check, self._group.num_gathers, self._hash],
-            f"begin {_CHECKS[check]} after {self._group.num_gathers} gathers",
-        )
-        if differing is None:
-            return
-        found = "; ".join(
-            f"rank {rank} begins {_CHECKS[kind]} after {num_gathers} gathers"
-            for rank, (kind, num_gathers, _) in enumerate(differing)
-        )
-        raise ShardError(
-            "the ranks have diverged",
-            expected="the same forwards and backwards in the same order on all of them, or they would read each "
-            "other's wrong units",
-            found=found,
-            fix="give every rank the same number of batches, evaluate on all ranks, and call generate equally often on "
-            "all",
-        )

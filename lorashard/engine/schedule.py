@@ -89,10 +89,13 @@ def choose_slot(
     """
     if None in owners:
         return owners.index(None)
-
-    def distance(slot: int) -> int:
-        ahead = visits[owners[slot]]  # type: ignore[index]
-        return min(count_visits_until(target, position, direction, num_visits) for target in ahead)
-
-    evictable = [slot for slot, owner in enumerate(owners) if owner is not None and not is_in_use(owner)]
-    return max(evictable, key=distance, default=None)
+    chosen, farthest = None, -1
+    for slot, owner in enumerate(owners):
+        if owner is not None and not is_in_use(owner):
+            first, *others = visits[owner]
+            distance = count_visits_until(first, position, direction, num_visits)
+            for ahead in others:  # of a tied embedding's unit
+                distance = min(distance, count_visits_until(ahead, position, direction, num_visits))
+            if distance > farthest:
+                chosen, farthest = slot, distance
+    return chosen

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import operator
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -14,7 +16,12 @@ from .layout import Field, Layout
 from .queues import Event, on_device
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Mapped over a unit's weights at each reshard: a call in Python for each would take longer than all else there.
 _USE_COUNT = torch.Tensor._use_count  # type: ignore[attr-defined]
+_ADDRESS = torch.Tensor.data_ptr
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+# Of a tensor in a buffer: dtype, shape, stride, and offset, the last two in elements.
+StridedPlace = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 _MAX_VIEWS = 64  # that a slot keeps: code may slice its weights by what the data are
 
 
@@ -41,6 +48,17 @@ def own_version(view: torch.Tensor) -> torch.Tensor:
     weight of the buffer. PEFT parametrizes experts, and torch then sets the parameter to itself, which is such a one.
     """
     return view.data
+
+
+class _Bound(NamedTuple):
+    """What modules hold for one owner: the tensors as they were made, and the references to them then."""
+
+    tensors: Sequence[torch.Tensor]
+    addresses: list[int]
+    quiet_count: int
+
+
+_NOTHING = _Bound((), [], 0)
 
 
 class Slot(Generic[OwnerT]):
@@ -72,8 +90,8 @@ class Slot(Generic[OwnerT]):
         with on_device(self._device):  # torch exports no tensor of another GPU than the current one
             self.wire = torch.from_dlpack(self.buffer)
         self._storage = self.buffer.untyped_storage()
-        self._bound: dict[OwnerT, tuple[Sequence[torch.Tensor], int]] = {}
-        self._views: dict[Any, torch.Tensor] = {}
+        self._bound: dict[OwnerT | None, _Bound] = {}
+        self._views: dict[StridedPlace, torch.Tensor] = {}
         self._quiet_views = 0  # references to those
         self._quiet_count = self._count_references()
 
@@ -96,33 +114,26 @@ class Slot(Generic[OwnerT]):
             with torch.inference_mode(False):  # they outlive that mode, and are saved for a backward
                 tensors = make()
             self._quiet_count += len(tensors)
-            self._bound[owner] = tensors, _count_objects(tensors)
-        return self._bound[owner][0]
+            self._bound[owner] = _Bound(tensors, [*map(_ADDRESS, tensors)], _count_objects(tensors))
+        return self._bound[owner].tensors
 
     def _forget_changed(self) -> None:
         """Drop what is kept for the owner if somebody has changed it: the next pass is to find what was made."""
-        if self.owner is None or self.owner not in self._bound:
-            return
-        tensors, _ = self._bound[self.owner]
-        if any(self._is_changed(tensor) for tensor in tensors):
+        bound = self._bound.get(self.owner, _NOTHING)
+        is_elsewhere = [*map(_ADDRESS, bound.tensors)] != bound.addresses
+        if is_elsewhere or any(map(_REQUIRES_GRAD, bound.tensors)) or any(map(vars, bound.tensors)):
             del self._bound[self.owner]
-            self._quiet_count -= len(tensors)
-
-    def _is_changed(self, tensor: torch.Tensor) -> bool:
-        is_elsewhere = tensor.numel() > 0 and not 0 <= tensor.data_ptr() - self.address < self.num_bytes
-        return is_elsewhere or tensor.requires_grad or bool(vars(tensor))
+            self._quiet_count -= len(bound.tensors)
 
     def view(self, field: Field) -> torch.Tensor:
         """Return the tensor whose bytes are `field` of the unit that this slot holds."""
         return own_version(field.view_in(self.buffer))
 
-    def view_strided(
-        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
-    ) -> torch.Tensor:
-        """Return a tensor over this slot's bytes; `stride` and `offset` count elements."""
-        place = dtype, shape, stride, offset
+    def view_strided(self, place: StridedPlace) -> torch.Tensor:
+        """Return a tensor over this slot's bytes."""
         view = self._views.get(place)
         if view is None:
+            dtype, shape, stride, offset = place
             with torch.inference_mode(False):
                 view = own_version(self.buffer.view(dtype).as_strided(shape, stride, offset))
             if len(self._views) < _MAX_VIEWS:
@@ -140,8 +151,10 @@ class Slot(Generic[OwnerT]):
             return True
         if _count_objects(self._views.values()) > self._quiet_views:
             return True
-        bound = self._bound.values() if self.owner is None else [self._bound.get(self.owner, ((), 0))]
-        return any(_count_objects(tensors) > quiet_count for tensors, quiet_count in bound)
+        for bound in self._bound.values() if self.owner is None else [self._bound.get(self.owner, _NOTHING)]:
+            if _count_objects(bound.tensors) > bound.quiet_count:
+                return True
+        return False
 
     def check_not_held(self) -> None:
         """Raise ShardError if a tensor outside of the engine still views this slot. See [Nobody else holds a slot]."""
@@ -189,17 +202,22 @@ class SlotPool(Generic[OwnerT]):
         self._classes: dict[str, list[Slot[OwnerT]]] = {
             name: [Slot(num_bytes, device) for _ in range(num)] for name, (num, num_bytes) in sizes.items()
         }
-        self._ranges = self._find_ranges()
+        self._slots = [slot for slots in self._classes.values() for slot in slots]
+        self._order_by_address()
 
     def __iter__(self) -> Iterator[Slot[OwnerT]]:
-        return (slot for slots in self._classes.values() for slot in slots)
+        return iter(self._slots)
+
+    def owners(self) -> list[OwnerT]:
+        """Return what has a slot: few, where the units are many."""
+        return [slot.owner for slot in self._slots if slot.owner is not None]
 
     @property
     def total_bytes(self) -> int:
         return sum(slot.num_bytes for slot in self)
 
     def __len__(self) -> int:
-        return sum(len(slots) for slots in self._classes.values())
+        return len(self._slots)
 
     def of_class(self, size_class: str) -> list[Slot[OwnerT]]:
         return self._classes[size_class]
@@ -212,19 +230,19 @@ class SlotPool(Generic[OwnerT]):
             address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # a view of no element has none
         except RuntimeError:  # nor has a sparse tensor a storage
             return None
-        for begin, end, slot in self._ranges:  # there are few, and this is asked of all that autograd saves
-            if begin <= address < end:
-                return slot
-        return None
+        index = bisect_right(self._begins, address) - 1  # this is asked of all that autograd saves
+        return self._by_address[index] if index >= 0 and address < self._ends[index] else None
 
     def replace_held(self) -> None:
         """Give every slot that an exception left viewed a new buffer."""
         for slot in self:
             slot.replace_if_held()
-        self._ranges = self._find_ranges()
+        self._order_by_address()
 
-    def _find_ranges(self) -> list[tuple[int, int, Slot[OwnerT]]]:
-        return [(slot.address, slot.address + slot.num_bytes, slot) for slot in self]
+    def _order_by_address(self) -> None:
+        self._by_address = sorted(self._slots, key=lambda slot: slot.address)
+        self._begins = [slot.address for slot in self._by_address]
+        self._ends = [slot.address + slot.num_bytes for slot in self._by_address]
 
 
 def plan_slots(units: Iterable[SlotUser], num_layer_slots: int) -> dict[str, tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -34,18 +35,20 @@ class SideStream:
         """Return an event that happens when the device has done all that the compute stream was given so far."""
         return self._queues.record() if self._queues is not None else None
 
-    @contextlib.contextmanager
-    def after(self, event: Event | None) -> Iterator[None]:
+    def after(self, event: Event | None) -> AbstractContextManager[None]:
         """Run the body on the side stream, behind `event`.
 
         A slot is reused through this: the event says that its last reader is done, so the gather cannot overtake it.
         """
         if self._queues is None or self._queue is None:
-            yield
-            return
-        with self._queues.on(self._queue):
+            return contextlib.nullcontext()
+        return self._behind(self._queues, self._queue, event)
+
+    @contextlib.contextmanager
+    def _behind(self, queues: Queues, queue: torch.cuda.Stream, event: Event | None) -> Iterator[None]:
+        with queues.on(queue):
             if event is not None:
-                self._queues.wait(event)
+                queues.wait(event)
             yield
 
     def wait(self, work: Work) -> None:

@@ -19,6 +19,8 @@ from .placeholder import FrozenWeight, Placeholder
 from .slots import Slot, own_version
 from .streams import SideStream
 
+_UNNAMED = nullcontext()
+
 
 class State(enum.Enum):
     """What memory exists for a unit, and who may read it."""
@@ -159,9 +161,9 @@ class Unit:
         Ranks: local; a gather that is still in flight is waited for.
         """
         assert self.slot is not None and self.state in (State.CACHED, State.UNSHARDING)
-        is_arriving = self.state is State.UNSHARDING
-        self._settle(stream)
-        if is_arriving:  # nobody has read the slot, but its next filling must not overtake this one
+        if self.state is State.UNSHARDING:
+            self._settle(stream)
+            # Nobody has read the slot, but its next filling must not overtake this one.
             self.slot.readers_done = stream.mark()
         self.slot.check_not_held()
         slot, self.slot = self.slot, None
@@ -233,7 +235,7 @@ class Unit:
 
 def _named_range(name: str) -> AbstractContextManager[object]:
     """Show `name` in torch's profiler, if it is running."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    return record_function(name) if torch.autograd._profiler_enabled() else _UNNAMED
 
 
 def _count_parts(weight: Weight) -> int:

@@ -263,8 +263,7 @@ def _ended_children() -> Iterator[None]:
     Elastic ends the ranks that are alive with all that they started, but not what a rank that died left behind. As the
     subreaper this process inherits these (on Linux).
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _inherit_orphans(True)
     before = psutil.Process().children(recursive=True)
     try:
         yield
@@ -274,6 +273,12 @@ def _ended_children() -> Iterator[None]:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(left, timeout=GRACE_S)
+        _inherit_orphans(False)  # nobody would wait for what others start and leave
+
+
+def _inherit_orphans(is_on: bool) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on))
 
 
 @contextmanager

@@ -7,9 +7,9 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ..errors import ConfigError, RunStopped
 from ..runs.lock import lock_run
 from ..runs.root import find_existing
 from ..runs.status import Status, has_begun, read_status, show_status, told_status
+from ..runs.sweep_file import select_jobs
 from ..runtime.devices import (
     Launcher,
     VisibleGpus,
@@ -35,6 +36,7 @@ from ..runtime.plugins import refuse_plugins
 from ..runtime.progress import LiveBar, is_terminal, told_progress
 from ..runtime.signals import RESTARTS_VARIABLE, StopRequest, find_restarts
 from ..training.resume_request import check_wanted, resumes_in_place
+from .checks import check_data, check_options
 from .cpu_binding import choose_cpus
 from .device_queue import hold_devices
 from .elastic import Signals, find_python_flags, run_ranks
@@ -66,14 +68,14 @@ def finetune(config: RunConfig) -> int:
     signals = Signals(can_save=True)
     with signals.watched(), ExitStack() as stack:  # without a moment in which a signal kills
         with signals.before_ranks():
-            choice = choose_ranks(config, find_gpus() if config.cpu is None else VisibleGpus(0))
-            check_device(config, choice.device_type)
-            config.count_accumulation(choice.num_ranks)
-            check_folder(config)
-            stack.enter_context(lock_run(Path(config.output_dir)))
-            check_output_dir(config)
-            check_wanted(config)
+            choice = check_options(config, find_gpus() if config.cpu is None else VisibleGpus(0))
+            stack.enter_context(own_folders(config))
+            for each in list_runs(config):
+                check_output_dir(each)
+                check_wanted(each)
             status = stack.enter_context(told_status(Path(config.output_dir)))
+            for each in list_runs(config):
+                check_data(each)
             held = hold_devices(
                 Path(config.output_dir).resolve().name,
                 choice,
@@ -221,14 +223,12 @@ def _train_here(config: RunConfig, launcher: Launcher) -> None:
     check_device(config, take_place(config, launcher))
     if find_restarts(os.environ):
         config = go_on(config)
-    is_owner = not launcher.is_lorashard and _writes_folder(config, launcher)
-    if is_owner:
-        check_folder(config)
     with ExitStack() as stack:
-        if is_owner:
-            stack.enter_context(lock_run(Path(config.output_dir)))
+        if not launcher.is_lorashard and _writes_folder(config, launcher):
+            stack.enter_context(own_folders(config))
         if launcher.rank == 0 and not launcher.is_lorashard:
-            check_output_dir(config)
+            for each in list_runs(config):
+                check_output_dir(each)
             if not find_restarts(os.environ):
                 stack.enter_context(told_status(Path(config.output_dir)))
         with quick_imports():
@@ -260,13 +260,31 @@ def go_on(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"resume_from_checkpoint": resume, "overwrite_output_dir": False})
 
 
-def check_folder(config: RunConfig) -> None:
+def list_runs(config: RunConfig) -> Sequence[RunConfig]:
+    """Return the jobs of a sweep that are to be trained, each with a folder of its own; or the run itself."""
+    return [job.config for job in select_jobs(config)] or [config]
+
+
+@contextmanager
+def own_folders(config: RunConfig) -> Iterator[None]:
+    """Own a run's folder while the body runs; of a sweep, those of its jobs too.
+
+    Raises:
+        ConfigError: one cannot be made or written to, or is another's.
+    """
+    with ExitStack() as stack:
+        for folder in dict.fromkeys([config.output_dir, *(each.output_dir for each in list_runs(config))]):
+            check_folder(Path(folder))
+            stack.enter_context(lock_run(Path(folder)))
+        yield
+
+
+def check_folder(folder: Path) -> None:
     """Refuse an output folder that cannot be made or written to.
 
     Raises:
         ConfigError: It is a file, or is in no folder that can be written to.
     """
-    folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(option="output_dir", expected="a folder, or a name that is free", found=f"{folder}, a file")
     there = find_existing(folder)
@@ -284,8 +302,8 @@ def check_output_dir(config: RunConfig) -> None:
     Raises:
         ConfigError: The folder holds one, and it is neither resumed nor to be overwritten; or it cannot be made.
     """
-    check_folder(config)
     folder = Path(config.output_dir)
+    check_folder(folder)
     goes_on = resumes_in_place(config) or config.resume_from_checkpoint == "auto"
     if config.overwrite_output_dir or goes_on or not folder.is_dir():
         return
@@ -314,7 +332,7 @@ def prepare_logs_dir(config: RunConfig) -> Path:
         raise ConfigError(
             "it cannot be made", option="output_dir", found=error.strerror, where=config.output_dir
         ) from error
-    if not resumes_in_place(config):
+    if not any(resumes_in_place(each) for each in list_runs(config)):
         for log in logs_dir.glob("rank_*.log"):
             log.unlink()
     return logs_dir

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel, TaskType
+from transformers import set_seed
 
 from ..config.placement import ResolvedPlacement
 from ..config.quantization_options import Quantization
@@ -20,6 +22,7 @@ from ..weights.fingerprint import BaseIdentity
 from ..weights.hub import resolve_folder
 from ..weights.safetensors_files import Checkpoint
 from ..weights.stored_formats import settle_quantization
+from ..weights.weights import BaseWeights
 from .adapters import base_test, check_coverage, inject
 from .embeddings import put_saved_embeddings
 from .homes import choose_homes, choose_resident
@@ -31,7 +34,7 @@ from .sharding import LoadedBase, remember_base, shard_structure
 from .skeleton import build_skeleton, plan_weights, put_placeholders
 from .sources import read_as_quantized
 from .stacks import name_units
-from .units import find_structure
+from .units import Structure, find_structure
 
 _logger = logging.getLogger(__name__)
 
@@ -55,10 +58,14 @@ def load_sharded(
     num_labels: int | None = None,
     may_link: bool = False,
     progress: Progress | None = None,
-) -> PeftModel:
-    """Return a sharded PeftModel; each rank reads only its own bytes of each unit.
+    others: Sequence[PeftConfig] = (),
+    seeds: Sequence[int] | None = None,
+) -> list[PeftModel]:
+    """Return sharded PeftModels, one for each adapter, on one base; each rank reads only its own bytes of each unit.
 
     Args:
+        others: further new adapters, each of which gets a model of its own.
+        seeds: that each adapter is drawn from; None: all from the random numbers as they are.
         adapter: the folder of a saved adapter, whose config is `lora`; without it a new adapter is made.
         quantization: what the base is quantized to while it is read.
         cache_quantized: keep the quantized base in files, and read those the next time.
@@ -76,53 +83,67 @@ def load_sharded(
     Ranks: collective over all ranks, once the checkpoint has been checked.
     Memory: the shards, the slots, and never more than one unit beside them.
     """
-    check_config(lora, quantization=quantization if adapter is None else None)
+    for config in (lora, *others):
+        check_config(config, quantization=quantization if adapter is None else None)
     task_type = TaskType(lora.task_type) if lora.task_type else None
     folder = resolve_folder(model_name_or_path, revision, may_link=may_link, progress=progress)
     num_labels = num_labels if adapter is None else count_labels(adapter)
     with Checkpoint.open(folder) as checkpoint:
-        # The model without weights: placeholders, which can read them.
-        skeleton = build_skeleton(
-            model_name_or_path, folder, task_type, dtype, trust_remote_code, attn_implementation, num_labels
-        )
-        weights = plan_weights(skeleton, checkpoint, task_type, dtype, allow_unexpected)
-        put_placeholders(skeleton, weights, device)
-        own = put_saved_embeddings(skeleton, adapter, device) if adapter is not None else {}
-        name_units(skeleton, placement.unit_paths)
 
-        # What is quantized, chosen by name before PEFT changes the modules.
-        quantization = settle_quantization(weights.stored_format, quantization, str(folder))
-        check_loftq(lora, is_stored_quantized(weights))
-        quantizers = choose_quantizers(skeleton, weights, quantization, own)
-        read_as_quantized(skeleton, quantizers, weights, device)
-        line = weights.describe_stored()
+        def build(config: PeftConfig) -> _Built:
+            # The model without weights: placeholders, which can read them.
+            skeleton = build_skeleton(
+                model_name_or_path, folder, task_type, dtype, trust_remote_code, attn_implementation, num_labels
+            )
+            weights = plan_weights(skeleton, checkpoint, task_type, dtype, allow_unexpected)
+            put_placeholders(skeleton, weights, device)
+            own = put_saved_embeddings(skeleton, adapter, device) if adapter is not None else {}
+            name_units(skeleton, placement.unit_paths)
+
+            # What is quantized, chosen by name before PEFT changes the modules.
+            settled = settle_quantization(weights.stored_format, quantization, str(folder))
+            check_loftq(config, is_stored_quantized(weights))
+            quantizers = choose_quantizers(skeleton, weights, settled, own)
+            read_as_quantized(skeleton, quantizers, weights, device)
+
+            # The adapter.
+            asked = copy.copy(config)  # PEFT writes into a config what it makes of it
+            model = inject(skeleton, config, revision=revision)
+            check_frozen(model)
+            if adapter is None:
+                check_coverage(model, asked)
+                if is_loftq(asked):
+                    initialize_loftq(model, weights, quantizers.keys(), device)
+            structure = find_structure(model, base_test(model))
+            for weight in (weight for unit in structure.units for weight in unit.weights):
+                weight.quantizer = quantizers.get(weight.name)
+            return _Built(model, structure, weights, settled, bool(own))
+
+        drawn = torch.random.get_rng_state()
+        built = []
+        for index, config in enumerate((lora, *others)):
+            if seeds is None:
+                torch.random.set_rng_state(drawn)
+            else:
+                set_seed(seeds[index])
+            built.append(build(config))
+        first = built[0]
+        line = first.weights.describe_stored()
         if line is not None and dist.get_rank() == 0:
             _logger.warning(line)
-
-        # The adapter.
-        asked = copy.copy(lora)  # PEFT writes into a config what it makes of it
-        model = inject(skeleton, lora, revision=revision)
-        check_frozen(model)
-        if adapter is None:
-            check_coverage(model, asked)
-            if is_loftq(asked):
-                initialize_loftq(model, weights, quantizers.keys(), device)
-        structure = find_structure(model, base_test(model))
-        for weight in (weight for unit in structure.units for weight in unit.weights):
-            weight.quantizer = quantizers.get(weight.name)
-        resident = choose_resident(structure, placement.resident_layers)
+        resident = choose_resident(first.structure, placement.resident_layers)
 
         # From here on ranks wait for each other: nothing can be wrong on one rank alone.
         _check_commit(folder)
-        identity = BaseIdentity.of(weights.files, progress) if is_identified else None
+        identity = BaseIdentity.of(first.weights.files, progress) if is_identified else None
         if adapter is not None:
             if identity is not None:
                 identity.check(adapter, model_name_or_path, allow_base_mismatch)
-            restore(model, adapter)
+            restore(first.model, adapter)
         group = dist.ShardGroup.of_size(placement.group_size, placement.wait_warning_s)
         make_home = choose_homes(
-            structure,
-            weights,
+            first.structure,
+            first.weights,
             placement,
             resident,
             group,
@@ -132,12 +153,35 @@ def load_sharded(
             progress=progress,
         )
         with told_progress("loading the base", dist.get_rank() == 0, progress) as report:
-            shard_structure(model, structure, make_home, group, device, placement.prefetch, bool(own), report)
-    if placement.placement == "file":
-        refuse_merging(model)
-    if identity is not None:
-        remember_base(model, LoadedBase(folder, identity, quantization, read_origin(folder)))
-    return model.to(device)
+            shard_structure(
+                first.model,
+                first.structure,
+                make_home,
+                group,
+                device,
+                placement.prefetch,
+                first.has_own_embeddings,
+                report,
+                {other.model: other.structure for other in built[1:]},
+            )
+    for model in (each.model for each in built):
+        if placement.placement == "file":
+            refuse_merging(model)
+        if identity is not None:
+            remember_base(model, LoadedBase(folder, identity, first.quantization, read_origin(folder)))
+        model.to(device)
+    return [each.model for each in built]
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model that has an adapter and no weights yet."""
+
+    model: PeftModel
+    structure: Structure
+    weights: BaseWeights
+    quantization: Quantization | None
+    has_own_embeddings: bool
 
 
 def _check_commit(folder: Path) -> None:

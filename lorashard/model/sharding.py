@@ -19,14 +19,14 @@ from ..runtime.dist import ShardGroup
 from ..runtime.progress import Progress
 from ..weights.derived_from import INITIAL_ADAPTER_NAME, Origin
 from ..weights.fingerprint import BaseIdentity, describe_base
-from .embeddings import Embeddings, copy_embeddings
+from .embeddings import Copies, Embeddings, copy_embeddings
 from .generating import prepare_generation
 from .homes import MakeHome
 from .patches import extend_classes, is_plain
 from .refusals import refuse_changes, refuse_merging, refuse_unfrozen_base
 from .saving import follow_saving
 from .states import find_base_names, keep_base_out, sign_state
-from .units import EMBEDDING, HEAD, FoundWeight, Structure, size_class
+from .units import EMBEDDING, HEAD, FoundWeight, Structure, join_structure, size_class
 
 ENGINE_ATTRIBUTE = "_lorashard_engine"
 BASE_ATTRIBUTE = "_lorashard_base"
@@ -58,10 +58,12 @@ def shard_structure(
     prefetch: int,
     has_own_embeddings: bool = False,
     progress: Progress | None = None,
+    others: Mapping[nn.Module, Structure] | None = None,
 ) -> Engine:
     """Give every unit of `structure` a home, and let an engine run `model`.
 
     Args:
+        others: further models on the same base, which the engine runs too, with the structure of each.
         make_home: makes and fills the home of a unit; called for one after another.
         group: the ranks that units are sharded over; they compare their passes.
         has_own_embeddings: the vocabulary is not that of the base's files: the embeddings are saved with the adapter.
@@ -71,6 +73,9 @@ def shard_structure(
     Memory: the homes, and never more than one unit beside them; a copy on the host of embeddings that are saved.
     """
     copies = copy_embeddings(model, structure) if has_own_embeddings and isinstance(model, PeftModel) else {}
+    others = others or {}
+    for other in others.values():
+        join_structure(structure, other)
     units: dict[int, Unit] = {}
     workspace = Workspace()
     for index, found in enumerate(structure.units):
@@ -89,7 +94,14 @@ def shard_structure(
         ScheduleEntry(units[id(v.unit)], tuple(v.modules), holds=v.unit.kind == HEAD, has_backward=v.kind != EMBEDDING)
         for v in structure.visits
     ]
-    engine = Engine(visits, structure.roots, group, device, prefetch)
+    engine = Engine(visits, structure.roots, group, device, prefetch, [other.roots for other in others.values()])
+    for each, its_structure in {model: structure, **others}.items():
+        _prepare(each, its_structure, engine, copies if each is model else {})
+    return engine
+
+
+def _prepare(model: nn.Module, structure: Structure, engine: Engine, copies: Copies) -> None:
+    """Tell a model of its engine, and have what PEFT, transformers and accelerate do with it work, or be refused."""
     setattr(model, ENGINE_ATTRIBUTE, engine)
     if not is_plain(engine):
         refuse_merging(model)
@@ -102,7 +114,6 @@ def shard_structure(
         follow_saving(model, embeddings, partial(_describe_base, model))
     keep_base_out(model, engine, embeddings if copies else None)
     ignore_base_in_ddp(model, engine)
-    return engine
 
 
 def base_of(model: torch.nn.Module) -> LoadedBase | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TypeVar
 
 from torch import nn
 
 from ..engine import Owner, Part, Placeholder
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..quantization.format import Quantizer
 from .stacks import callable_parts, find_layers, find_stacks, get_output_embeddings, is_container, is_named
 
@@ -76,6 +77,31 @@ class Structure:
     @property
     def units(self) -> list[FoundUnit]:
         return list(dict.fromkeys(visit.unit for visit in self.visits))
+
+
+def join_structure(structure: Structure, other: Structure) -> None:
+    """Let the units of `structure` be read by another model on the same base too, whose own structure is `other`.
+
+    Raises:
+        ConfigError: the models have other units, or other weights in them.
+    """
+    for visit, its_visit in zip_longest(structure.visits, other.visits):
+        if visit is None or its_visit is None or visit.unit.name != its_visit.unit.name:
+            raise ConfigError("the jobs' models have other units", option="adapters")
+        visit.modules += its_visit.modules
+    for unit, its_unit in zip(structure.units, other.units, strict=True):
+        weights = {weight.name: weight for weight in unit.weights}
+        its_weights = {weight.name: weight for weight in its_unit.weights}
+        if differing := sorted(weights.keys() ^ its_weights.keys()):
+            raise ConfigError(
+                f"the jobs' adapters leave other weights of the base in {unit.name}",
+                option="adapters",
+                expected="the same base under each",
+                found=f"{differing[0]} in only one of them",
+            )
+        for name, weight in its_weights.items():
+            weights[name].owners += weight.owners
+        its_unit.weights = []
 
 
 def size_class(kind: str) -> str:

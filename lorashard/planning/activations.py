@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
 
 from ..model.units import spread
 from .tracker import Work
@@ -21,6 +25,7 @@ class Activations:
         backward: work of the backward of each, with its recomputation if there is any.
         rest: work of everything else: embedding, head, loss.
         workspace_bytes: of the buffer that quantized weights are unpacked into.
+        hidden_bytes: of the gradient that one decoder layer's backward hands to the next; `layer_bytes` counts it.
     """
 
     saved_bytes: int
@@ -31,6 +36,7 @@ class Activations:
     backward: tuple[Work, ...]
     rest: Work
     workspace_bytes: int = 0
+    hidden_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -56,4 +62,33 @@ def recompute_some(recomputed: Activations, saved: Activations, num_layers: int)
         backward=tuple((recomputed if i in chosen else saved).backward[i] for i in range(count)),
         rest=saved.rest,
         workspace_bytes=max(recomputed.workspace_bytes, saved.workspace_bytes),
+        hidden_bytes=saved.hidden_bytes,
+    )
+
+
+def join_activations(jobs: Sequence[tuple[Activations, int]]) -> Activations:
+    """Return the activations of a sweep's jobs, whose microbatches pass each decoder layer in turn.
+
+    All keep what they save, and all their logits, until the one backward of all. Only one runs at a time, so a layer's
+    own memory is there once, while each of the others waits with the gradient that it has come with.
+
+    Args:
+        jobs: the activations of each kind of job, and how many are of that kind.
+    """
+    hidden_bytes = sum(one.hidden_bytes * count for one, count in jobs)
+
+    def add_layers(name: str) -> tuple[Any, ...]:
+        layers = zip(*([value * count for value in getattr(one, name)] for one, count in jobs), strict=True)
+        return tuple(reduce(add, values) for values in layers)
+
+    return Activations(
+        saved_bytes=sum(one.saved_bytes * count for one, count in jobs),
+        layer_bytes=max(one.layer_bytes - one.hidden_bytes for one, _ in jobs) + hidden_bytes,
+        logits_bytes=sum(one.logits_bytes * count for one, count in jobs),
+        layers_saved=add_layers("layers_saved"),
+        forward=add_layers("forward"),
+        backward=add_layers("backward"),
+        rest=reduce(add, (one.rest * count for one, count in jobs)),
+        workspace_bytes=max(one.workspace_bytes for one, _ in jobs),
+        hidden_bytes=hidden_bytes,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import psutil
@@ -18,13 +20,25 @@ from ..model.stacks import find_layers, name_units
 from ..runtime import dist
 from ..runtime.dtypes import name_of
 from ..runtime.progress import told_work
+from ..weights.model_folder import CONFIG_NAME
 from ..weights.stored_formats import StoredFormat, settle_quantization
+from .activations import Activations
+from .cautions import find_cautions
 from .choose import Plan, agree_on_plan, make_plan, name_placement
 from .costs import Workload
 from .fusing import describe_gain, fuse_workload
 from .hardware import Cluster
 from .probe import measure_free_bytes, probe, recall_hardware
-from .size import ModelSize, build_meta_model, compare_with_headers, find_stored, measure_model
+from .size import (
+    ModelSize,
+    build_meta_model,
+    compare_with_headers,
+    find_config,
+    find_max_positions,
+    find_stored,
+    measure_model,
+)
+from .sweep import JobCosts, cost_sweep, count_kinds, join_jobs
 from .trace import Microbatch, trace
 
 
@@ -86,7 +100,9 @@ class Training:
     Attributes:
         optimizer: transformers' name of it.
         dataset_tokens: of all epochs, if known.
+        longest_tokens: of the examples, as they are before any are joined, if known.
         is_fused: whether decoder layers are compiled, or what `numerics: fused` makes of them.
+        others: the adapters of a sweep's other jobs, and how each trains.
     """
 
     microbatch: Microbatch
@@ -94,6 +110,8 @@ class Training:
     optimizer: str = "adamw_torch_fused"
     dataset_tokens: int | None = None
     is_fused: bool = False
+    longest_tokens: int | None = None
+    others: tuple[tuple[LoraConfig, Training], ...] = ()
 
 
 def plan_training(
@@ -117,40 +135,98 @@ def plan_training(
     options = options or PlacementOptions()
     base, stored = base.settle()
     with told_work("computing what a step of the model takes", dist.get_rank() == 0):
-        size, workload = _measure(base, training, options)
+        kinds = _measure_jobs(base, training, options)
     # A run whose placement is given reads the files next, so the hub is not asked for their headers. Those of quantized
     # files do not have the numbers of parameters.
-    difference = compare_with_headers(size, base.revision) if given is None and stored is None else None
+    difference = compare_with_headers(kinds[0][0][0], base.revision) if given is None and stored is None else None
     notes = [*notes, *(note for note in (stored, difference) if note)]
-    is_fused = training.is_fused and size.quantization is None
-    plan = make_plan(size, fuse_workload(workload) if is_fused else workload, cluster, options, notes, given)
+    is_fused = training.is_fused and base.quantization is None
+    size, exact = join_jobs(kinds)
+    if is_fused:
+        kinds = [((alone, fuse_workload(workload)), count) for (alone, workload), count in kinds]
+    plan = make_plan(*join_jobs(kinds), cluster, options, notes, given)
+    if training.others:
+        plan = replace(plan, sweep=cost_sweep(kinds, plan, cluster, options, given))
+    largest = max((alone for (alone, _), _ in kinds), key=lambda alone: alone.adapter_parameters)
+    max_positions = find_max_positions(base.model_name_or_path, base.revision)
+    plan = replace(plan, warnings=find_cautions(largest, cluster, training.longest_tokens, max_positions))
     if plan.chosen is not None:
-        gain = describe_gain(size, workload, cluster, plan.choice.placement, is_fused)
+        gain = describe_gain(size, exact, cluster, plan.choice.placement, is_fused)
         plan = replace(plan, notes=(*plan.notes, gain))
     # Files that are quantized already are kept in their format.
     is_open = base.quantization is None or (stored is None and base.quantization.format != "nf4")
+    if plan.chosen is None and plan.sweep is not None and plan.sweep.most_jobs:
+        return replace(plan, reason=f"{plan.reason}; {plan.sweep.most_jobs:,} jobs like the largest fit")
     if plan.chosen is None and is_open:
         return replace(plan, reason=f"{plan.reason}; {_describe_quantized(base, training, cluster, options)}")
     return plan
 
 
+def _measure_jobs(base: BaseModel, training: Training, options: PlacementOptions) -> list[tuple[JobCosts, int]]:
+    """Return what each kind of job costs alone, and how many there are of it; a run without a sweep is one job."""
+    jobs = [(base.lora, training), *training.others]
+    return count_kinds([_measure(replace(base, lora=lora), job, options) for lora, job in jobs])
+
+
 def _measure(base: BaseModel, training: Training, options: PlacementOptions) -> tuple[ModelSize, Workload]:
     """Return how large a model is, and what a step of its training takes under any placement."""
-    model = base.build(options.unit_paths)
-    size = measure_model(model, base.quantization, base.stored)
+    unit_paths = None if options.unit_paths is None else tuple(options.unit_paths)
+    # Code that came with a model may look at anything: it runs each time.
+    answer = _trace if base.trust_remote_code else _recall_trace
     microbatch = training.microbatch
-    saved_activations = None
-    if options.num_recomputed != "all" and _can_recompute_some(model, microbatch):
-        saving = replace(microbatch, checkpointing=None)
-        saved_activations = trace(base.build(options.unit_paths), saving, base.quantization)
-    return size, Workload(
-        activations=trace(model, microbatch, base.quantization),
+    traced = answer(_Question.ask(base, microbatch, unit_paths))
+    saved = None
+    if options.num_recomputed != "all" and traced.may_recompute_some:
+        saved = answer(_Question.ask(base, replace(microbatch, checkpointing=None), unit_paths)).activations
+    return traced.size, Workload(
+        activations=traced.activations,
         microbatch_tokens=microbatch.num_tokens,
-        saved_activations=saved_activations,
+        saved_activations=saved,
         accumulation_steps=training.accumulation_steps,
         optimizer=training.optimizer,
         dataset_tokens=training.dataset_tokens,
     )
+
+
+@dataclass(frozen=True)
+class _Question:
+    """All that a model's sizes and activations depend on.
+
+    Attributes:
+        key: tells two questions apart: every value, and which config.json was read.
+    """
+
+    key: str
+    base: BaseModel = field(compare=False)
+    microbatch: Microbatch = field(compare=False)
+    unit_paths: tuple[str, ...] | None = field(compare=False)
+
+    @classmethod
+    def ask(cls, base: BaseModel, microbatch: Microbatch, unit_paths: tuple[str, ...] | None) -> _Question:
+        file = (find_config(base.model_name_or_path, base.revision) / CONFIG_NAME).resolve()
+        stamp = file, file.stat().st_mtime_ns, file.stat().st_size
+        base = replace(base, lora=deepcopy(base.lora))
+        base.lora.lora_alpha = base.lora.r  # a scale takes neither memory nor time, and a sweep may have many
+        return cls(repr((stamp, base, microbatch, unit_paths)), base, microbatch, unit_paths)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    size: ModelSize
+    activations: Activations
+    may_recompute_some: bool
+
+
+def _trace(question: _Question) -> _Traced:
+    base, microbatch = question.base, question.microbatch
+    model = base.build(question.unit_paths)
+    size = measure_model(model, base.quantization, base.stored)
+    may_recompute_some = _can_recompute_some(model, microbatch)
+    return _Traced(size, trace(model, microbatch, base.quantization), may_recompute_some)
+
+
+# Most edits of a form change neither the model nor its microbatch, and a trace takes seconds.
+_recall_trace = lru_cache(maxsize=16)(_trace)
 
 
 def _can_recompute_some(model: PeftModel, microbatch: Microbatch) -> bool:
@@ -163,8 +239,8 @@ def _can_recompute_some(model: PeftModel, microbatch: Microbatch) -> bool:
 
 def _describe_quantized(base: BaseModel, training: Training, cluster: Cluster, options: PlacementOptions) -> str:
     """Return what would fit with nf4, where nothing fits without."""
-    size, workload = _measure(replace(base, quantization=Quantization("nf4")), training, options)
-    plan = make_plan(size, workload, cluster, options)
+    kinds = _measure_jobs(replace(base, quantization=Quantization("nf4")), training, options)
+    plan = make_plan(*join_jobs(kinds), cluster, options)
     if plan.chosen is None:
         return "nor does anything with quantization: nf4"
     row = plan.choice

@@ -26,6 +26,7 @@ from .costs import Row, Workload, compute_row, leaves_room
 from .hardware import Cluster
 from .memory import add_resident_layers, save_activations
 from .size import ModelSize
+from .wording import show_speed
 
 # Predictions differ from the truth by more than this, so the simpler placement of two that are as close is taken.
 _TIE = 0.01
@@ -58,6 +59,34 @@ class Checkpointing:
 
 
 @dataclass(frozen=True)
+class SweepCosts:
+    """What the jobs of a sweep take on each visit of one base.
+
+    Attributes:
+        num_jobs: that are planned.
+        step_s: seconds of a step of all of them, in the placement to take; None where none fits.
+        in_turn_s: seconds of the same step in runs of their own, one after another; None where one of these fits
+            nowhere.
+        job_bytes: that one more job like the largest takes on each rank, where its layers all recompute if they may.
+        most_jobs: how many jobs like the largest fit.
+    """
+
+    num_jobs: int
+    step_s: float | None
+    in_turn_s: float | None
+    job_bytes: int
+    most_jobs: int
+
+    def __str__(self) -> str:
+        line = f"sweep: {self.num_jobs} job{'s' if self.num_jobs > 1 else ''}"
+        if self.step_s is not None and self.in_turn_s is not None:
+            line += f" take {self.step_s:.2f} s a step together, {self.in_turn_s:.2f} s in runs one after another"
+            line += f" ({self.in_turn_s / self.step_s:.1f} times as long)"
+        largest = f"{self.job_bytes / 2**30:.2f} GiB"
+        return f"{line}; each takes up to {largest} on a rank, and {self.most_jobs:,} like the largest fit"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Every placement's costs, and the one to take.
 
@@ -68,7 +97,9 @@ class Plan:
         reason: why, in a sentence.
         notes: what the reader should know about the figures.
         quantization: a description of the base's; None for its own dtype.
+        warnings: what works, but not as one would wish.
         checkpointing: of the row to take, where the layers to recompute were chosen; else None.
+        sweep: what the jobs take together and alone; None without a sweep. The rows are of all jobs together.
     """
 
     model: str
@@ -80,6 +111,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     quantization: str | None = None
     checkpointing: Checkpointing | None = None
+    warnings: tuple[str, ...] = ()
+    sweep: SweepCosts | None = None
 
     @property
     def choice(self) -> Row:
@@ -101,7 +134,9 @@ class Plan:
         """Return what `to_json` gave."""
         rows = tuple(Row(**row | {"placement": ResolvedPlacement(**row["placement"])}) for row in values["rows"])
         checkpointing = values.get("checkpointing") and Checkpointing(**values["checkpointing"])
-        return cls(**values | {"rows": rows, "notes": tuple(values["notes"]), "checkpointing": checkpointing})
+        sweep = values.get("sweep") and SweepCosts(**values["sweep"])
+        lists = {name: tuple(values.get(name, ())) for name in ("notes", "warnings")}
+        return cls(**values | lists | {"rows": rows, "checkpointing": checkpointing, "sweep": sweep})
 
 
 def make_plan(
@@ -297,11 +332,13 @@ def _explain_given(row: Row, cluster: Cluster) -> str:
     name = name_placement(row.placement, cluster.num_ranks)
     if row.lacks:
         return f"{name}, as asked, which is predicted to need {row.lacks}"
-    return f"{name}, as asked: {row.tokens_per_s:,.0f} tokens/s in {_describe_room(row, cluster)}"
+    return f"{name}, as asked: {show_speed(row.tokens_per_s)} in {_describe_room(row, cluster)}"
 
 
 def _explain(rows: Sequence[Row], allowed: Sequence[Row], chosen: Row | None, cluster: Cluster) -> str:
     num_ranks = cluster.num_ranks
+    if not allowed:
+        return f"the placement that is asked for is none for {num_ranks} ranks; take auto, or more ranks"
     if chosen is None:
         least = min(allowed, key=lambda row: row.peak_bytes)
         return (
@@ -312,8 +349,8 @@ def _explain(rows: Sequence[Row], allowed: Sequence[Row], chosen: Row | None, cl
     if chosen.placement.placement == "replicate":
         return f"{name}: the whole base fits on each rank ({room}), and nothing is faster than to move none of it"
     waiting = f"{chosen.wait_s / chosen.step_s:.0%} of a step waiting"
-    sentence = f"{name}: {chosen.tokens_per_s:,.0f} tokens/s in {room}, {waiting}"
+    sentence = f"{name}: {show_speed(chosen.tokens_per_s)} in {room}, {waiting}"
     if rows[0].lacks:
         sentence += f"; replicate would need {rows[0].lacks}"
     slower = [row.tokens_per_s for row in allowed if row.fits and row.tokens_per_s * (1 + _TIE) < chosen.tokens_per_s]
-    return sentence + (f", the next best that fits reaches {max(slower):,.0f}" if slower else "")
+    return sentence + (f", the next best that fits reaches {show_speed(max(slower))}" if slower else "")

@@ -8,7 +8,7 @@ from ..config.placement import ResolvedPlacement
 from ..model.units import EMBEDDING, LAYER, TOWER, WHOLE
 from .activations import Activations, recompute_some
 from .hardware import Cluster, Hardware
-from .memory import BaseMemory, count_adapter_bytes, count_state_bytes, place_base
+from .memory import BaseMemory, count_state_bytes, count_trained_bytes, place_base
 from .simulate import TimedEntry, Traffic, Transfer, simulate
 from .size import ModelSize, UnitSize
 from .tracker import Work
@@ -32,6 +32,7 @@ class Workload:
         saved_activations: those without activation checkpointing, where some layers may do without it; else None.
         optimizer: transformers' name of it.
         dataset_tokens: of all epochs, if known.
+        joined_state_bytes: of the states of all jobs' optimizers, where a sweep's jobs are joined; else None.
     """
 
     activations: Activations
@@ -40,6 +41,12 @@ class Workload:
     accumulation_steps: int = 1
     optimizer: str = "adamw_torch_fused"
     dataset_tokens: int | None = None
+    joined_state_bytes: int | None = None
+
+    def state_bytes_of(self, size: ModelSize) -> int:
+        """Return the bytes of the optimizer's state."""
+        joined = self.joined_state_bytes
+        return count_state_bytes(size, self.optimizer) if joined is None else joined
 
     def activations_of(self, placement: ResolvedPlacement) -> Activations:
         """Return the activations of one microbatch where `placement` says how many layers are recomputed."""
@@ -94,7 +101,7 @@ def compute_row(size: ModelSize, workload: Workload, cluster: Cluster, placement
     memory = place_base(size, placement, cluster.hardware.device_type)
     activations = workload.activations_of(placement)
     traffic = _move_base(size, activations, cluster, placement, memory)
-    adapter_bytes = count_adapter_bytes(size, workload.optimizer, cluster.num_ranks)
+    adapter_bytes = count_trained_bytes(size, workload.state_bytes_of(size), cluster.num_ranks)
     beside_bytes = _count_beside(size, workload, cluster, placement)
     steps = workload.accumulation_steps
     step_s = traffic.seconds * steps + _finish_step_s(size, workload, activations, cluster)
@@ -149,7 +156,7 @@ def leaves_room(size: ModelSize, workload: Workload, cluster: Cluster, placement
 def _count_beside(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> int:
     """Return the most bytes that a step takes beside the base."""
     activations = workload.activations_of(placement)
-    adapter_bytes = count_adapter_bytes(size, workload.optimizer, cluster.num_ranks)
+    adapter_bytes = count_trained_bytes(size, workload.state_bytes_of(size), cluster.num_ranks)
     return adapter_bytes + activations.workspace_bytes + activations.peak_bytes
 
 
@@ -207,7 +214,7 @@ def _finish_step_s(size: ModelSize, workload: Workload, activations: Activations
     """Return the adapter's all-reduce, as far as the last backward does not hide it, and the optimizer's step."""
     hardware = cluster.hardware
     # Parameters, gradients and states are read, parameters and states written.
-    state_bytes = count_state_bytes(size, workload.optimizer)
+    state_bytes = workload.state_bytes_of(size)
     update_s = (3 * size.adapter_bytes + 2 * state_bytes) / hardware.memory_bytes_per_s
     if cluster.num_ranks == 1:
         return update_s

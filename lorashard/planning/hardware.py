@@ -102,6 +102,13 @@ def known_gpu_types() -> tuple[str, ...]:
     return tuple(_KNOWN_GPUS)
 
 
+def describe_gpu_type(gpu_type: str) -> str:
+    """Return a known GPU as a person reads it, with its memory and how it reaches its peers."""
+    memory, _, _, host_gb, peer_gb, _ = _KNOWN_GPUS[gpu_type]
+    name = re.sub("(?<=RTX)-?(?=[0-9A])", " ", gpu_type.upper())
+    return f"{name}, {memory} GiB, {'NVLink' if peer_gb > host_gb else 'PCIe'}"
+
+
 @dataclass(frozen=True)
 class HardwareOptions:
     """Machines to plan for, as the command line names them; None stands for this machine's.

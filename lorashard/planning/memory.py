@@ -99,8 +99,13 @@ def save_activations(
 
 def count_adapter_bytes(size: ModelSize, optimizer: str, num_ranks: int) -> int:
     """Return the bytes of the adapter, its gradients, DDP's buckets on several ranks, and the optimizer's state."""
+    return count_trained_bytes(size, count_state_bytes(size, optimizer), num_ranks)
+
+
+def count_trained_bytes(size: ModelSize, state_bytes: int, num_ranks: int) -> int:
+    """Return the same where the bytes of the optimizer's state are known, or of the optimizers of several jobs."""
     copies = 3 if num_ranks > 1 else 2
-    return size.adapter_bytes * copies + count_state_bytes(size, optimizer)
+    return size.adapter_bytes * copies + state_bytes
 
 
 def count_state_bytes(size: ModelSize, optimizer: str) -> int:

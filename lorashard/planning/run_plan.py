@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, Literal
 
 import psutil
 import torch
-import trl
+from peft import LoraConfig
 
 from ..config.initialization import without_rewriting
 from ..config.methods import Method
 from ..config.run_config import RunConfig
+from ..config.sweep import read_jobs
+from ..data.trl_tokens import fill_trainer_options
 from ..errors import ConfigError
 from ..model.loftq import make_lora
 from ..runtime.devices import count_cores, find_gpus
@@ -26,53 +28,76 @@ from .trace import Microbatch
 _ASSUMED_PROMPT_TOKENS = 512
 
 
-def forecast(config: RunConfig, wanted: HardwareOptions, *, epoch_tokens: int | None = None) -> tuple[Plan, Cluster]:
+def forecast(
+    config: RunConfig,
+    wanted: HardwareOptions,
+    *,
+    epoch_tokens: int | None = None,
+    longest_tokens: int | None = None,
+) -> tuple[Plan, Cluster]:
     """Return the plan of a run on the machines that are given, or else on this one, and those machines.
+
+    Args:
+        epoch_tokens, longest_tokens: as for `describe_training`.
 
     Raises:
         UserError: as for `find_cluster` and `plan_run`.
     """
+    is_asked = config.dtype != "auto"  # what is said of it then is what it costs
     config, about_dtype = settle_dtype_here(config, find_planned_device(config, wanted))
     cluster, notes = find_cluster(config, wanted)
-    return plan_run(config, cluster, epoch_tokens=epoch_tokens, notes=[*about_dtype, *notes]), cluster
+    notes = notes if is_asked else [*about_dtype, *notes]
+    known = {"epoch_tokens": epoch_tokens, "longest_tokens": longest_tokens}
+    plan = plan_run(config, cluster, notes=notes, **known)
+    return replace(plan, warnings=(*about_dtype, *plan.warnings)) if is_asked else plan, cluster
 
 
 def plan_run(
-    config: RunConfig, cluster: Cluster, *, epoch_tokens: int | None = None, notes: Sequence[str] = ()
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    epoch_tokens: int | None = None,
+    longest_tokens: int | None = None,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """Return what each placement would cost a run on `cluster`, and the one to take.
 
     Reads only the model's config and headers.
 
     Args:
-        epoch_tokens: tokens of an epoch, where they are known.
+        epoch_tokens, longest_tokens: as for `describe_training`.
         notes: what the reader should know about `cluster`.
 
     Raises:
         UserError: the model cannot be found or planned, or there is no length to plan for.
     """
-    if config.dataset and epoch_tokens is None:
+    if config.dataset and epoch_tokens is None and longest_tokens is None:
         notes = [*notes, "the dataset is not read here: give the tokens of an epoch with --epoch_tokens for its time"]
     method = config.trl_method
     if method.uncounted:
         notes = [*notes, f"not counted for {method.name}: {method.uncounted}"]
     if method.generates:
         notes = [*notes, f"prompts are assumed to have {_ASSUMED_PROMPT_TOKENS} tokens"]
-    training = describe_training(config, cluster.hardware.device_type, cluster.num_ranks, epoch_tokens=epoch_tokens)
+    device_type = cluster.hardware.device_type
+    training = describe_training(config, device_type, cluster.num_ranks, longest_tokens, epoch_tokens)
     return plan_training(describe_base(config), training, cluster, config, notes)
 
 
 def describe_base(config: RunConfig) -> BaseModel:
-    """Return what a run loads."""
+    """Return what a run loads; of a sweep, with the first job's adapter."""
     return BaseModel(
         config.model_name_or_path,
-        without_rewriting(make_lora(config.lora_options())),
+        _describe_lora(next((job.config for job in read_jobs(config)), config)),
         _read_settled_dtype(config),
         config.model_revision,
         config.trust_remote_code,
         config.attn_implementation,
         config.resolve_quantization(),
     )
+
+
+def _describe_lora(config: RunConfig) -> LoraConfig:
+    return without_rewriting(make_lora(config.lora_options()))
 
 
 def describe_training(
@@ -82,7 +107,7 @@ def describe_training(
     longest_tokens: int | None = None,
     epoch_tokens: int | None = None,
 ) -> Training:
-    """Return how a run trains; the microbatch is the largest that is possible.
+    """Return how a run trains, or all jobs of a sweep; the microbatch is the largest that is possible.
 
     Args:
         longest_tokens: of the examples, or of the prompts where the method generates, where it is known; else
@@ -92,8 +117,10 @@ def describe_training(
     Raises:
         ConfigError: there is no length to plan for.
     """
-    defaults = {field.name: field.default for field in fields(getattr(trl, config.trl_method.config_class))}
-    options: dict[str, Any] = defaults | config.trainer_options | config.count_accumulation(num_ranks)
+    if jobs := [job.config for job in read_jobs(config)]:
+        first, *others = (describe_training(job, device_type, num_ranks, longest_tokens, epoch_tokens) for job in jobs)
+        return replace(first, others=tuple(zip(map(_describe_lora, jobs[1:]), others, strict=True)))
+    options = fill_trainer_options(config) | config.count_accumulation(num_ranks)
     optimizer = options["optim"]
     return Training(
         microbatch=_describe_microbatch(config, options, device_type, longest_tokens),
@@ -101,6 +128,7 @@ def describe_training(
         optimizer=str(getattr(optimizer, "value", optimizer)),
         dataset_tokens=round(epoch_tokens * options["num_train_epochs"]) if epoch_tokens else None,
         is_fused=config.numerics == "fused" or config.compile_options() is not False,
+        longest_tokens=_find_longest(config, options, longest_tokens),
     )
 
 
@@ -140,6 +168,15 @@ def _find_row_tokens(config: RunConfig, options: dict[str, Any], longest_tokens:
     if not known:
         raise ConfigError("planning needs the length of a sequence", option="max_length", fix="give --max_length")
     return min(known)
+
+
+def _find_longest(config: RunConfig, options: dict[str, Any], longest_tokens: int | None) -> int | None:
+    """Return the tokens that positions count at most, if they are known: they begin anew with each packed example."""
+    if config.packing and config.packing_strategy != "wrapped":
+        return longest_tokens and min(longest_tokens, _find_row_tokens(config, options, longest_tokens))
+    if longest_tokens is None and "max_length" not in (*config.model_fields_set, *config.trainer):
+        return None
+    return _find_row_tokens(config, options, longest_tokens)
 
 
 def _read_settled_dtype(config: RunConfig) -> torch.dtype:
@@ -189,8 +226,12 @@ def find_cluster(config: RunConfig, wanted: HardwareOptions) -> tuple[Cluster, S
     """
     device, num_gpus = find_planned_device(config, wanted), _count_gpus(config)
     if config.cpu is not None and device is not None:
+        num_threads = torch.get_num_threads()
         torch.set_num_threads(max(1, count_cores() // config.cpu))  # as the launcher gives to each rank
-        hardware = probe(device, _read_settled_dtype(config))
+        try:
+            hardware = probe(device, _read_settled_dtype(config))
+        finally:
+            torch.set_num_threads(num_threads)
         return Cluster(hardware, config.cpu, wanted.nodes, measure_free_bytes(device, config.cpu)), ()
     visible = find_gpus()
     given_bytes = wanted.memory_bytes()

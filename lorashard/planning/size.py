@@ -142,7 +142,7 @@ def build_meta_model(
     Raises:
         CheckpointError: the config cannot be found.
     """
-    folder = _find_config(model_name_or_path, revision)
+    folder = find_config(model_name_or_path, revision)
     task_type = TaskType(lora.task_type) if lora.task_type else None
     # Plan also for a machine that has a kernel package which is not installed here.
     attention = attn_implementation if attn_implementation in ("eager", "sdpa") else None
@@ -197,7 +197,7 @@ def find_stored(model_name_or_path: str, revision: str | None = None) -> StoredF
     Raises:
         CheckpointError: the config cannot be found, or the format cannot be read.
     """
-    return find_stored_format(read_config_json(_find_config(model_name_or_path, revision)), model_name_or_path)
+    return find_stored_format(read_config_json(find_config(model_name_or_path, revision)), model_name_or_path)
 
 
 def find_model_type(model_name_or_path: str, revision: str | None = None) -> str | None:
@@ -206,7 +206,18 @@ def find_model_type(model_name_or_path: str, revision: str | None = None) -> str
     Raises:
         CheckpointError: the config cannot be found.
     """
-    return read_config_json(_find_config(model_name_or_path, revision)).get("model_type")
+    return read_config_json(find_config(model_name_or_path, revision)).get("model_type")
+
+
+def find_max_positions(model_name_or_path: str, revision: str | None = None) -> int | None:
+    """Return the tokens of the longest sequences that a model was made for, by its config; None where it has none.
+
+    Raises:
+        CheckpointError: the config cannot be found.
+    """
+    values = read_config_json(find_config(model_name_or_path, revision))
+    found = (values.get("text_config") or values).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 def find_stored_dtype(model_name_or_path: str, revision: str | None = None) -> str | None:
@@ -215,7 +226,7 @@ def find_stored_dtype(model_name_or_path: str, revision: str | None = None) -> s
     Raises:
         CheckpointError: the config cannot be found.
     """
-    values = read_config_json(_find_config(model_name_or_path, revision))
+    values = read_config_json(find_config(model_name_or_path, revision))
     parts = (values, values.get("text_config") or {})
     return next(
         (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), None
@@ -243,7 +254,7 @@ def compare_with_headers(size: ModelSize, revision: str | None = None) -> str | 
     return f"the weight files hold {stored:,} parameters, the model that the config describes {size.num_parameters:,}"
 
 
-def _find_config(model_name_or_path: str, revision: str | None) -> Path:
+def find_config(model_name_or_path: str, revision: str | None) -> Path:
     """Return the folder that a model's config.json is in, which is fetched where the model is the hub's."""
     folder = Path(model_name_or_path).expanduser()
     if folder.is_dir():

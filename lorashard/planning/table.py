@@ -39,8 +39,9 @@ def render_plan(plan: Plan, num_ranks: int) -> str:
         mark = "> " if index - 1 == plan.chosen and index else "  "
         words = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append((mark + "  ".join(words)).rstrip())
-    sentences = [plan.reason, *([str(plan.checkpointing)] if plan.checkpointing else [])]
+    sentences = [plan.reason, *(str(part) for part in (plan.checkpointing, plan.sweep) if part)]
     lines += ["", *sentences, "", *_LEGEND, *([_WORKSPACE] if "workspace" not in unused else [])]
+    lines += [f"warning: {warning}" for warning in plan.warnings]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 

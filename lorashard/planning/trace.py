@@ -1,7 +1,7 @@
 """What one training microbatch keeps in memory and computes, from running it on tensors without values.
 
 The model's own code runs on torch's fake tensors: shapes, dtypes, what autograd saves and when it is freed are all
-real, whatever the architecture, and nothing is allocated. Of decoder layers that are alike two are run, or three.
+real, whatever the architecture, and nothing is allocated. Of decoder layers that are alike three are run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ from ..model.stacks import find_decoder_stack
 from ..model.units import find_structure
 from .activations import Activations
 from .fused_head import fused_loss
-from .tracker import Amounts, Tracker, Unpacking, Work
+from .tracker import Tracker, Unpacking, Work
 from .unpacking import measure_unpacking
 
 _ATTENTION_NAME = "lorashard_trace"
@@ -44,7 +45,6 @@ _FLOAT32_ON_CUDA = {
 }
 # fmt: on
 _FLOAT32_SUMS_ON_CUDA = {"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"}
-_FEW_LAYERS = 2  # the first layer's input may need no gradient, so one layer does not stand for all
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,46 @@ class Microbatch:
         return self.num_rows * self.row_tokens
 
 
-@dataclass(frozen=True)
-class _Run(Amounts):
-    """What was seen with some of the layers. Each number grows by the same with each layer; their maximum need not."""
+@dataclass
+class _Layer:
+    """What was seen of one decoder layer.
 
-    saved_bytes: float
-    layers_forward_bytes: float
-    head_forward_bytes: float
-    head_backward_bytes: float
-    layers_backward_bytes: float
-    workspace_bytes: float
-    forward: Work
-    backward: Work
+    Attributes:
+        saved_bytes: what it adds to what is kept when the forward leaves it.
+        forward_bytes: the most at once on top of what was kept before it.
+        kept_bytes: what it adds to what is kept when the backward enters it: without autocast's copies of weights.
+        backward_bytes: the most at once on top of that.
+    """
+
+    saved_bytes: int = 0
+    forward_bytes: int = 0
+    kept_bytes: int = 0
+    backward_bytes: int = 0
+    forward: Work = Work()
+    backward: Work = Work()
+
+
+@dataclass
+class _Run:
+    """What was seen with some of the layers.
+
+    Attributes:
+        start_bytes: what is kept when the forward enters the first layer.
+        embedding_bytes: the most at once until then.
+        head_bytes: the most at once in the forward of the head and the loss, on top of what all layers save.
+        head_backward_bytes: the same of their backward, on top of what all layers keep then.
+        hidden_bytes: of what one layer gives to the next.
+        work: of everything, layers included.
+    """
+
+    layers: list[_Layer]
+    start_bytes: int = 0
+    embedding_bytes: int = 0
+    head_bytes: int = 0
+    head_backward_bytes: int = 0
+    workspace_bytes: int = 0
+    hidden_bytes: int = 0
+    work: Work = Work()
 
 
 def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization | None = None) -> Activations:
@@ -111,29 +139,18 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
         split_layers(layers, microbatch.layer_rows)
     unpackings = _find_unpackings(model, quantization, microbatch.device_type)
     kinds = _find_kinds(model, layers)
-    few = sorted(index for indices in kinds.values() for index in indices[:_FEW_LAYERS])
+    # The first of a kind may get an input that needs no gradient, which shows until the second is left.
+    few = sorted(index for indices in kinds.values() for index in indices[:3])
     with FakeTensorMode(), _code_for(model, microbatch):
-        used = [layers[index] for indices in kinds.values() for index in indices[: _FEW_LAYERS + 1]]
-        fakes = _fill(model, path, used)
+        fakes = _fill(model, path, [layers[index] for index in few])
         quantized = [(fakes[parameter], unpackings[parameter]) for parameter in fakes if parameter in unpackings]
-
-        def run(indices: Sequence[int]) -> _Run:
-            _replace(model, path, [layers[index] for index in indices])
-            return _run(model, microbatch, quantized)
-
-        base = run(few)
-        # What one more layer of each kind adds; where there are only few of a kind, what these add on average.
-        added = {}
-        for kind, indices in kinds.items():
-            if len(indices) > _FEW_LAYERS:
-                added[kind] = run(sorted([*few, indices[_FEW_LAYERS]])) - base
-            else:
-                without = [index for index in few if index not in indices[1:]]
-                added[kind] = (base - run(without)) * (1 / max(1, len(few) - len(without)))
-    activations = _assemble(base, added, kinds)
+        run = _run(model, microbatch, quantized)
+    seen = dict(zip(few, run.layers, strict=True))
+    alike = {index: seen[indices[:3][-1]] for indices in kinds.values() for index in indices}
+    activations = _assemble(run, seen, [alike[index] for index in range(len(layers))])
     if microbatch.is_offloading or (microbatch.checkpointing or {}).get("offload"):
         # One layer's are copied to the host, and one layer's back.
-        kept_bytes = activations.saved_bytes * min(_FEW_LAYERS, len(layers)) // len(layers)
+        kept_bytes = activations.saved_bytes * min(2, len(layers)) // len(layers)
         return replace(activations, saved_bytes=kept_bytes)
     return activations
 
@@ -149,27 +166,32 @@ def _find_kinds(model: PeftModel, layers: Sequence[nn.Module]) -> dict[Hashable,
     return kinds
 
 
-def _assemble(base: _Run, added: Mapping[Hashable, _Run], kinds: Mapping[Hashable, Sequence[int]]) -> Activations:
-    total = base
-    kind_of: dict[int, Hashable] = {}
-    rest = base.forward + base.backward
-    for kind, indices in kinds.items():
-        num_run = min(len(indices), _FEW_LAYERS)
-        total += added[kind] * (len(indices) - num_run)
-        rest -= (added[kind].forward + added[kind].backward) * num_run
-        kind_of |= dict.fromkeys(indices, kind)
-    order = [added[kind_of[index]] for index in sorted(kind_of)]
-    layers_bytes = max(total.layers_forward_bytes, total.layers_backward_bytes)
-    head_bytes = max(total.head_forward_bytes, total.head_backward_bytes)
+def _assemble(run: _Run, seen: Mapping[int, _Layer], alike: Sequence[_Layer]) -> Activations:
+    """Return the activations of a whole stack.
+
+    Args:
+        seen: those layers that were run, by their index.
+        alike: what stands for each layer; what those that were run differ by counts as work of the rest.
+    """
+    live_bytes, peak_bytes, kept_bytes, rest = run.start_bytes, run.embedding_bytes, 0, run.work
+    for index, stand_in in enumerate(alike):
+        layer = seen.get(index, stand_in)
+        peak_bytes = max(peak_bytes, live_bytes + layer.forward_bytes)
+        live_bytes += layer.saved_bytes
+        kept_bytes += layer.kept_bytes
+        peak_bytes = max(peak_bytes, kept_bytes + layer.backward_bytes)
+        if index in seen:
+            rest -= stand_in.forward + stand_in.backward
     return Activations(
-        saved_bytes=round(total.saved_bytes),
-        layer_bytes=round(layers_bytes - total.saved_bytes),
-        logits_bytes=round(head_bytes - total.saved_bytes),
-        layers_saved=tuple(round(run.saved_bytes) for run in order),
-        forward=tuple(run.forward for run in order),
-        backward=tuple(run.backward for run in order),
+        saved_bytes=live_bytes,
+        layer_bytes=peak_bytes - live_bytes,
+        logits_bytes=max(run.head_bytes, kept_bytes + run.head_backward_bytes - live_bytes),
+        layers_saved=tuple(layer.saved_bytes for layer in alike),
+        forward=tuple(layer.forward for layer in alike),
+        backward=tuple(layer.backward for layer in alike),
         rest=rest,
-        workspace_bytes=round(base.workspace_bytes + max(0, *(run.workspace_bytes for run in added.values()))),
+        workspace_bytes=run.workspace_bytes,
+        hidden_bytes=run.hidden_bytes,
     )
 
 
@@ -202,40 +224,13 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     resting = [*model.parameters(), *model.buffers(), *gradients, *batch.values()]
     tracker = Tracker(resting, is_for_cuda=microbatch.device_type == "cuda", quantized=quantized)
-    seen: dict[str, int] = {}
-
-    def leave_layers(module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # recomputed
-            return
-        seen["layers_forward_bytes"] = tracker.take_peak()
-        seen["saved_bytes"] = tracker.live_bytes
-        hidden = output if isinstance(output, torch.Tensor) else output[0]
-        hidden.register_hook(enter_layers)
-
-    def enter_layers(gradient: torch.Tensor) -> None:
-        seen["head_backward_bytes"] = tracker.take_peak()
-
-    def end_run(module: nn.Module, *_: Any) -> None:
-        tracker.end_run()  # each layer is compiled alone
-
-    def end_layer(module: nn.Module, args: Any, output: Any) -> None:
-        tracker.end_run()
-        hidden = output if isinstance(output, torch.Tensor) else output[0]
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: tracker.end_run())
-
-    handles = [stack[-1].register_forward_hook(leave_layers)]
-    handles += [layer.register_forward_pre_hook(end_run) for layer in stack]
-    handles += [layer.register_forward_hook(end_layer) for layer in stack]
+    borders = _Borders(tracker, list(stack))
     try:
         with tracker:
             loss = _compute_loss(model, batch, microbatch)
-            seen["head_forward_bytes"] = tracker.take_peak()
-            tracker.end_run()
-            forward = tracker.work
+            borders.end_forward()
             _run_backward(loss)
-            seen["layers_backward_bytes"] = tracker.take_peak()
-            tracker.end_run()
+            borders.end_backward()
     except RuntimeError as error:
         raise ConfigError(
             f"it cannot be planned, since its forward needs the values of tensors ({str(error).splitlines()[0]})",
@@ -243,9 +238,92 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
             fix="give a placement other than auto",
         ) from error
     finally:
-        for handle in handles:
+        borders.remove()
+    return borders.run
+
+
+class _Borders:
+    """Hooks at the borders of decoder layers, which part what a tracker sees.
+
+    Backward leaves a layer's output for the layer's inside when the output's gradient is there: no operation of a later
+    layer is left then.
+
+    Attributes:
+        run: what was seen; whole after `end_backward`.
+    """
+
+    def __init__(self, tracker: Tracker, stack: Sequence[nn.Module]) -> None:
+        self.run = _Run([_Layer() for _ in stack])
+        self._tracker = tracker
+        self._work = Work()  # of what was parted already
+        self._live_bytes: list[int] = []  # where the forward leaves each layer
+        self._kept_bytes: list[int] = []  # where the backward enters each; of those that it does not enter, the same
+        self._entered: int | None = None
+        self._handles = [stack[0].register_forward_pre_hook(self._enter_stack)]
+        for index, layer in enumerate(stack):
+            # Each layer is compiled alone, when it is recomputed too.
+            self._handles.append(layer.register_forward_pre_hook(lambda *_: tracker.end_run()))
+            self._handles.append(layer.register_forward_hook(partial(self._leave_layer, index)))
+
+    def end_forward(self) -> None:
+        """Part the forward of the head and the loss from the backward."""
+        self.run.head_bytes = self._take()[0] - self._live_bytes[-1]
+        self._kept_bytes = list(self._live_bytes)
+
+    def end_backward(self) -> None:
+        """Take what backward has done since it entered the last layer that it has."""
+        self._leave_backward()
+        before = [0, *self._kept_bytes]
+        for layer, bytes_before, kept_bytes in zip(self.run.layers, before, self._kept_bytes, strict=False):
+            layer.kept_bytes = kept_bytes - bytes_before
+        self.run.work, self.run.workspace_bytes = self._tracker.work, self._tracker.workspace_bytes
+
+    def remove(self) -> None:
+        for handle in self._handles:
             handle.remove()
-    return _Run(**seen, workspace_bytes=tracker.workspace_bytes, forward=forward, backward=tracker.work - forward)
+
+    def _take(self) -> tuple[int, Work]:
+        """Return the peak, and the work, since the last call."""
+        self._tracker.end_run()
+        work, self._work = self._tracker.work - self._work, self._tracker.work
+        return self._tracker.take_peak(), work
+
+    def _enter_stack(self, module: nn.Module, args: Any) -> None:
+        if not _is_recomputing():
+            self.run.embedding_bytes, _ = self._take()
+            self.run.start_bytes = self._tracker.live_bytes
+
+    def _leave_layer(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_recomputing():
+            self._tracker.end_run()
+            return
+        layer, before_bytes = self.run.layers[index], [self.run.start_bytes, *self._live_bytes][-1]
+        peak_bytes, layer.forward = self._take()
+        self._live_bytes.append(self._tracker.live_bytes)
+        layer.forward_bytes = peak_bytes - before_bytes
+        layer.saved_bytes = self._tracker.live_bytes - before_bytes
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        self.run.hidden_bytes = hidden.nbytes
+        if hidden.requires_grad or layer is self.run.layers[-1]:
+            hidden.register_hook(partial(self._enter_backward, index))
+
+    def _enter_backward(self, index: int, gradient: torch.Tensor) -> None:
+        live_bytes = self._tracker.live_bytes
+        if self._entered is None:
+            self.run.head_backward_bytes = self._take()[0] - live_bytes
+        else:
+            self._leave_backward()
+        self._entered, self._kept_bytes[index] = index, live_bytes
+
+    def _leave_backward(self) -> None:
+        assert self._entered is not None
+        layer, kept_bytes = self.run.layers[self._entered], self._kept_bytes[self._entered]
+        peak_bytes, layer.backward = self._take()
+        layer.backward_bytes = peak_bytes - kept_bytes
+
+
+def _is_recomputing() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _compute_loss(model: PeftModel, batch: dict[str, torch.Tensor], microbatch: Microbatch) -> torch.Tensor:

@@ -55,8 +55,8 @@ class Run:
             show: shows the person where the run stands; see `status.show_status`.
         """
         self.folder = folder
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self.events = EventLog(folder, rank, warn)
         self._files = self.events.files
         self.status = Status.carry_on(folder, self.events, show) if rank == 0 else Status(folder, {}, None)
@@ -76,11 +76,11 @@ class Run:
             resumed_step: the step from which this run resumes in its own folder: records of later ones are removed,
                 for they are run again. None for a run that is new to the folder.
         """
-        own = self.folder / "ranks" / f"rank_{self._rank}.jsonl"
-        if self._rank != 0:
+        own = self.folder / "ranks" / f"rank_{self.rank}.jsonl"
+        if self.rank != 0:
             cut_lines(own, resumed_step)
             return
-        others = {self.folder / "ranks" / f"rank_{rank}.jsonl" for rank in range(1, self._world_size)}
+        others = {self.folder / "ranks" / f"rank_{rank}.jsonl" for rank in range(1, self.world_size)}
         for path in (self.folder / "metrics.jsonl", *(self.folder / "ranks").glob("rank_*.jsonl")):
             if path not in others:  # a rank that there is no longer leaves its lines to rank 0
                 cut_lines(path, resumed_step)
@@ -91,8 +91,8 @@ class Run:
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
         versions |= {"lorashard": __version__, "python": platform.python_version()}
         self._files.replace(self.folder / "versions.json", json.dumps(versions, indent=2))
-        self.status.add(has_begun=True, world_size=self._world_size)
-        self.events.emit("start", begin_s=self.status.begin_s, world_size=self._world_size, resumed_step=resumed_step)
+        self.status.add(has_begun=True, world_size=self.world_size)
+        self.events.emit("start", begin_s=self.status.begin_s, world_size=self.world_size, resumed_step=resumed_step)
 
     def note_step(self, step: int, max_steps: int) -> None:
         """Say which steps are done, of how many."""
@@ -103,25 +103,25 @@ class Run:
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
         """Record what all ranks know of; rank 0 does."""
-        if self._rank == 0:
+        if self.rank == 0:
             self.events.emit(kind, step=step, **fields)
 
     def save_plan(self, plan: dict[str, Any]) -> None:
         """Write down what each placement was predicted to cost, and which was taken."""
-        if self._rank == 0:
+        if self.rank == 0:
             self._files.replace(self.folder / "plan.json", json.dumps(plan, indent=1))
 
     def drop_plan(self) -> None:
         """Leave no plan in the folder, which would be another run's."""
-        if self._rank == 0:
+        if self.rank == 0:
             with suppress(OSError):
                 (self.folder / "plan.json").unlink(missing_ok=True)
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
-        if self._rank == 0:
+        if self.rank == 0:
             self._files.append(self.folder / "metrics.jsonl", to_json_line(metrics))
 
     def add_rank_line(self, line: dict[str, Any]) -> None:
         """Append a line to this rank's own file."""
-        self._files.append(self.folder / "ranks" / f"rank_{self._rank}.jsonl", to_json_line(line))
+        self._files.append(self.folder / "ranks" / f"rank_{self.rank}.jsonl", to_json_line(line))

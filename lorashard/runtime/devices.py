@@ -17,6 +17,9 @@ from ..errors import ConfigError
 # Names the runs of `lorashard.launch.elastic`, so that a rank knows its launcher.
 RUN_ID_PREFIX = "lorashard-"
 
+# With more, the ranks wait for one another and for memory from their start on. One for each core is fastest.
+_MAX_RANKS_PER_CORE = 8
+
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Torch 2.9 and later read the first where the other two, its older names, are not set.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -106,9 +109,13 @@ def choose_ranks(options: RankOptions, gpus: VisibleGpus) -> RankChoice:
     """Return the ranks to start on this machine: those asked for, else all GPUs, else one CPU rank.
 
     Raises:
-        ConfigError: GPUs are asked for that are not there.
+        ConfigError: GPUs are asked for that are not there, or far more CPU ranks than there are cores.
     """
     if options.cpu is not None:
+        most = _MAX_RANKS_PER_CORE * count_cores()
+        if options.cpu > most:
+            expected = f"at most {most}, {_MAX_RANKS_PER_CORE} for each core that this process may use"
+            raise ConfigError(option="cpu", expected=expected, found=options.cpu)
         return RankChoice(options.cpu, "cpu")
     if options.gpus is None:
         if gpus.count:

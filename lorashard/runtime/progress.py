@@ -272,3 +272,16 @@ def _writes_to_terminal(handler: logging.Handler | None) -> bool:
 def _emit_above_bars(emit: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
     with tqdm.external_write_mode(file=sys.stderr):
         emit(record)
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration as a person says it: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
 from ..config.adapter_options import refuse_fused_beside
+from ..config.device_checks import check_cpu_options
 from ..config.run_config import RunConfig
 from ..errors import ConfigError
 from ..runtime.launch_env import read_launcher_env
@@ -25,15 +26,11 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
     Raises:
         ConfigError: TRL or transformers refuses an option.
     """
-    if use_cpu and (config.activation_checkpointing_kwargs or {}).get("offload"):
-        raise _refuse_on_cpu("activation_checkpointing_kwargs", "offload moves activations from a GPU")
-    if use_cpu and config.trainer_options.get("activation_offloading"):
-        raise _refuse_on_cpu("activation_offloading", "it moves activations from a GPU")
+    if use_cpu:
+        check_cpu_options(config)
     if config.trainer_options.get("use_liger_kernel"):
         if config.numerics == "fused":
             raise refuse_fused_beside("use_liger_kernel")
-        if use_cpu:
-            raise _refuse_on_cpu("use_liger_kernel", "Liger's kernels run on GPUs")
         if not is_liger_kernel_available():
             raise ConfigError(
                 "Liger's kernels are not installed", option="use_liger_kernel", fix="pip install liger-kernel"
@@ -77,7 +74,3 @@ def build_arguments(config: RunConfig, use_cpu: bool, world_size: int | None = N
             "that is meant",
         )
     return arguments
-
-
-def _refuse_on_cpu(option: str, reason: str) -> ConfigError:
-    return ConfigError(reason, option=option, fix="leave it out with --cpu")

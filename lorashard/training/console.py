@@ -6,6 +6,7 @@ status.json, and says so there.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
@@ -48,6 +49,7 @@ class Console:
             has_bar: whether a terminal is to have a bar at all.
         """
         self._is_shown = rank == 0
+        self._prefix = ""
         is_live = self._is_shown and has_bar and is_terminal(sys.stdout)
         self._bar = LiveBar(sys.stdout) if is_live else None
         self._lines = None if is_live else ProgressLines(self.log)
@@ -55,12 +57,21 @@ class Console:
             datasets.disable_progress_bars()
             logging.disable_progress_bar()
 
+    def named(self, name: str) -> Console:
+        """Return one for a job of a sweep, whose lines begin with its name."""
+        other = copy.copy(self)
+        other._prefix = f"{name}: "
+        return other
+
     def log(self, line: str) -> None:
         """Print a line of lorashard's own."""
-        self.print(f"lorashard: {line}")
+        self._write(f"lorashard: {self._prefix}{line}")
 
     def print(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
+        self._write(self._prefix + line)
+
+    def _write(self, line: str) -> None:
         if self._is_shown:
             write_line(line, sys.stdout)
 

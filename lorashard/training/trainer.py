@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.data import RandomSampler, Sampler
@@ -24,13 +24,22 @@ from ..errors import CheckpointError, RunStopped
 from ..runs.checkpoints import place_partial, publish, rotate
 from ..runtime import dist
 from ..runtime.disk import describe_fault, find_fault
-from ..runtime.signals import SAVE_SIGNAL, StopRequest
+from ..runtime.signals import SAVE_SIGNAL
 from .nonfinite import FiniteTrainer, NonfiniteRule
 
 _STATE_NAME = "trainer_state.json"  # what transformers calls it
 _ARGUMENTS_NAME = "training_args.bin"
 _Best = tuple[float | None, int | None, str | None]  # metric, step and checkpoint
 _ENTROPY_NAME = "entropy_ctrl_state.json"  # what TRL calls it
+
+
+class StopLike(Protocol):
+    """Whether a run was asked to stop, or to save: see `StopRequest`."""
+
+    @property
+    def signal_name(self) -> str | None: ...
+
+    def take_save(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class RunHooks:
         describe_ranks: what else is known of them.
     """
 
-    stop: StopRequest
+    stop: StopLike
     facts: dict[str, Any]
     nonfinite: NonfiniteRule
     rows_per_step: int | None

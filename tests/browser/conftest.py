@@ -10,13 +10,25 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from filelock import FileLock
 from helpers import warm
-from helpers.browser import REPOSITORY, WAIT_MS, UiServer, find_chromium, makes_pictures
-from playwright.sync_api import Browser, ConsoleMessage, Error, Frame, Page, Request, expect, sync_playwright
+from helpers.browser import WAIT_MS, UiServer, find_chromium, makes_pictures
+from helpers.paths import ROOT as REPOSITORY
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Error,
+    Frame,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 # What Gradio says where a person goes on to another page: it closes the connection, and then, of each question that is
 # still open, that there will be no answer. Where a connection is lost in another way, the first is another error.
@@ -200,11 +212,19 @@ def watch(browser) -> Callable[[Page, list[str]], None]:
     return watch
 
 
+def _open_context(browser: Browser, server: UiServer, **options: Any) -> BrowserContext:
+    """Return a browser of its own that has visited the address which the server printed, where a token is asked for."""
+    context = browser.new_context(base_url=server.url, **options)
+    context.set_default_timeout(WAIT_MS)
+    if server.token:
+        context.request.get(server.url, params={"token": server.token})
+    return context
+
+
 @pytest.fixture(scope="package")
 def shared_tab(browser, ui_server, watch) -> Iterator[tuple[Page, list[str]]]:
     """A tab on `ui_server` that stays open, so that its process does too, and what was noted of it."""
-    context = browser.new_context(base_url=ui_server.url, viewport=_WINDOW)
-    context.set_default_timeout(WAIT_MS)
+    context = _open_context(browser, ui_server, viewport=_WINDOW)
     page, errors = context.new_page(), []
     watch(page, errors)
     yield page, errors
@@ -218,24 +238,27 @@ def page_errors() -> list[str]:
 
 
 @pytest.fixture
-def open_tab(browser, shared_tab, ui_server, watch, page_errors) -> Iterator[Callable[..., Page]]:
-    """Open tabs, on other servers each of a browser of its own: `open_tab(server, color_scheme="dark", ...)`."""
-    opened = []
+def open_tab(browser, request, watch, page_errors) -> Iterator[Callable[..., Page]]:
+    """Open tabs, all those on a server in one browser: `open_tab(server, color_scheme="dark", ...)`."""
+    shared: dict[str, BrowserContext] = {}
+    if "ui_server" in request.fixturenames:  # a file that needs it not would start it for nothing
+        shared[request.getfixturevalue("ui_server").url] = request.getfixturevalue("shared_tab")[0].context
+    own: dict[str, BrowserContext] = {}
+    opened: list[Page] = []
 
     def open_one(server: UiServer, color_scheme: str = "light", viewport: dict[str, int] | None = None) -> Page:
-        context = shared_tab[0].context
-        if server is not ui_server:
-            context = browser.new_context(base_url=server.url)
-            context.set_default_timeout(WAIT_MS)
+        context = shared.get(server.url) or own.get(server.url)
+        if context is None:
+            context = own[server.url] = _open_context(browser, server)
         page = context.new_page()
         page.set_viewport_size(viewport or _WINDOW)
         page.emulate_media(color_scheme=color_scheme)
-        opened.append(page if server is ui_server else context)
+        opened.append(page)
         watch(page, page_errors)
         return page
 
     yield open_one
-    for one in opened:
+    for one in (*opened, *own.values()):
         one.close()
     assert page_errors == []
 

@@ -6,7 +6,8 @@ import json
 
 import psutil
 import pytest
-from helpers.browser import UiServer, check_no_overflow, open_page, shoot
+from helpers.browser import UiServer, check_no_overflow, open_page
+from helpers.looks import check_looks
 from helpers.waiting import wait_until
 from playwright.sync_api import Locator, Page, expect
 
@@ -87,7 +88,7 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_t
     expect(page.get_by_text("No messages yet.")).to_have_count(2)
     send(page, "Book lunch with Anna on Friday at noon")
     wait_for_answers(page, 1)
-    shoot(page, "chat")
+    check_looks(page, "chat")
 
     other = open_tab(server)
     open_page(other, "chat?run=demo")

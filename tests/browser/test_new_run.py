@@ -7,19 +7,39 @@ import shlex
 from pathlib import Path
 
 import pytest
-from gradio_client import Client
-from helpers.browser import REPOSITORY, check_no_overflow, open_page, shoot
+from helpers.browser import check_no_overflow, open_page
+from helpers.looks import check_looks
+from helpers.paths import ROOT as REPOSITORY
 from playwright.sync_api import Locator, Page, expect
 
-CPU_BUDGET_S = 110  # a process that plans, one that checks, and a page that draws all of its fields anew as one types
+from lorashard.runtime.disk import show_bytes
+
+CPU_BUDGET_S = (
+    170  # a process that plans and counts, one that checks, and a page that draws its fields anew as one types
+)
 WORKER_MS = 150_000  # it loads torch first
-_IS_LIGHT = "name => Math.min(...getComputedStyle(document.querySelector(name)).color.match(/\\d+/g).slice(0, 3)) > 200"
+# Whether the text of an element has a contrast of 4.5 to what is behind it, layers of color over one another (WCAG 2).
+_IS_READABLE = """name => {
+  const read = color => { const [r, g, b, a = 1] = color.match(/[\\d.]+/g).map(Number); return {rgb: [r, g, b], a}; };
+  const over = (top, below) => top.rgb.map((value, i) => value * top.a + below[i] * (1 - top.a));
+  const layers = [];
+  const element = document.querySelector(name);
+  for (let part = element; part; part = part.parentElement) layers.push(read(getComputedStyle(part).backgroundColor));
+  const back = layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+  const light = rgb => rgb.map(value => value / 255).map(value =>
+    value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4
+  ).reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0);
+  const pair = [light(over(read(getComputedStyle(element).color), back)), light(back)].sort((a, b) => b - a);
+  return (pair[0] + 0.05) / (pair[1] + 0.05) >= 4.5;
+}"""
 BASE, ROWS = "examples/demo/base", "examples/demo/train.jsonl"
 
 
 @pytest.fixture
 def form(page) -> Page:
     """The page, filled in by nobody yet."""
+    page.goto("favicon.ico")
+    page.evaluate("localStorage.clear()")
     open_page(page, "new")
     expect(page.locator("#problems")).to_contain_text("Still missing")
     return page
@@ -38,9 +58,16 @@ def type_in(page: Page, name: str, text: str) -> None:
 
 def fill_demo(page: Page, **others: str) -> None:
     """Fill in the demo: two ranks, few steps."""
-    given = {"model_name_or_path": BASE, "dataset": ROWS, "cpu": "2", "max_length": "128", "max_steps": "3"} | others
+    given = {"model_name_or_path": BASE, "dataset": ROWS, "cpu": "2", "max_length": "128"} | others
+    page.locator("#more textarea").fill("max_steps: 3")
     for name, text in given.items():
         type_in(page, name, text)
+
+
+def choose_option(page: Page, name: str) -> None:
+    """Find an option by its name, and add it to the form."""
+    page.locator("#find-option input").press_sequentially(f"{name}:")  # the list follows keys alone
+    page.get_by_role("option", name=f"{name}:").first.click()
 
 
 def choose_file(page: Page, button: str, path: Path) -> None:
@@ -55,42 +82,64 @@ def read_code(page: Page, elem_id: str) -> str:
     return page.locator(f"#{elem_id} .cm-content").inner_text()
 
 
+@pytest.mark.slow
 def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     """Catches a form whose plan, preview, check or command is not that of its options, or shows a path of this machine
-    where a shorter one leads there; a plan of what was typed before; a mistake of the data that is told nowhere; and
-    supervised tokens that cannot be read in the dark."""
+    where a shorter one leads there; a plan of what was typed before; a mistake of the data that is told nowhere; a plan
+    or a Start that is out of sight where somebody scrolls; and supervised tokens that cannot be read in the dark."""
     page = form
     fill_demo(page, dataset="examples/demo/nothing.jsonl", max_length="")
     expect(page.locator("#preview-status")).to_contain_text("nothing.jsonl", timeout=WORKER_MS)
+    expect(page.locator("#problems")).to_contain_text("nothing.jsonl")
+    expect(page.locator("#start")).to_have_class(re.compile("secondary"))
     type_in(page, "dataset", ROWS)
     type_in(page, "max_length", "128")
     expect(page.locator("#plan-status")).to_contain_text("fits on each", timeout=WORKER_MS)
-    expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(4)
+    expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(5)  # with what stays free
     rank = find_input(page, "lora_r")
     rank.focus()
     for text in ("1", "1280"):
         rank.fill(text)
     expect(rank).to_have_value("1280")
     options = {"model_name_or_path": BASE, "cpu": 2, "max_length": 128, "max_steps": 3, "lora_r": 1280}
-    plan = Client(ui_server.url, verbose=False).predict(api_name="/plan", options=options)
-    wanted = f"(chosen): {plan['rows'][plan['chosen']]['peak_bytes'] / 2**30:.2f} of"
+    plan = ui_server.connect().predict(api_name="/plan", options=options)
+    wanted = f"fits, {show_bytes(plan['rows'][plan['chosen']]['peak_bytes'])}, "
     expect(page.locator("#plan-chart.stale")).to_have_count(0, timeout=WORKER_MS)
     expect(page.locator("#plan-chart")).to_contain_text(wanted, timeout=WORKER_MS)
     rank.fill("")
     find_input(page, "quantization").click()
     page.get_by_role("option", name="nf4").click()
     expect(page.locator("#plan-notes")).to_contain_text("quantized to nf4", timeout=WORKER_MS)
-    expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(5)  # what weights are unpacked to
+    expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(6)  # what weights are unpacked to
     expect(page.locator("#model-note")).to_contain_text(re.compile(r"\d+ tensors, .* in examples/demo/base\s*$"))
     expect(page.locator("#preview-status")).to_contain_text("Format: messages", timeout=WORKER_MS)
-    expect(page.locator("#preview-status")).to_contain_text("train.jsonl line 1: 63 tokens, 31 supervised")
-    assert page.locator("#preview .label", has_text="supervised").count() == 3
+    expect(page.locator("#estimate")).to_contain_text("Expected time", timeout=WORKER_MS)
+    assert page.locator("#estimate .value").all_inner_texts()[:3] == ["4,800", "about 140,000", "3"]
+    first = page.locator("#preview .example").first
+    expect(first).to_contain_text("train.jsonl line 1")
+    expect(first).to_contain_text("63 tokens, 31 supervised")
+    expect(first.locator("mark")).to_have_count(1)
     find_input(page, "model_name_or_path").click()
     page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 1440, "height": 900})
+    height = page.evaluate("document.documentElement.scrollHeight")
+    assert height > 1500  # there is something to scroll
+    for place in (0, height // 3, height):
+        page.evaluate("place => window.scrollTo(0, place)", place)
+        for name, share in {"#start": 1, "#problems": 1, "#plan-status": 1, "#plan-chart": 0.4}.items():
+            expect(page.locator(name)).to_be_in_viewport(ratio=share - 0.01)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("window.scrollTo(0, 0)")
+    expect(page.locator("#start")).to_be_in_viewport(ratio=0.99)
     page.get_by_role("heading", name="New run").click()  # a list of suggestions that is open is in the picture's way
-    shoot(page, "new-run", height=1500)
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_function(_IS_LIGHT, arg="#preview .token.highlighted .text")
+    expect(page.locator("#problems")).to_contain_text("\u2713 All options are valid.")
+    expect(page.locator("#start")).to_have_class(re.compile("primary"))
+    expect(page.locator(".stale:visible")).to_have_count(0, timeout=WORKER_MS)  # what is of other options is dimmed
+    check_looks(page)
+    for color_scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=color_scheme)
+        for place in ("mark", ".context", ".counts .subdued"):
+            page.wait_for_function(_IS_READABLE, arg=f"#preview .example {place}")
 
     words = shlex.split(read_code(page, "command"))
     assert words[:2] == ["lorashard", "finetune"]
@@ -111,8 +160,11 @@ def test_everything_is_checked_first(form):
     type_in(page, "dataset", ROWS)
     page.locator("#check").click()
     expect(page.locator("#checked textarea")).to_have_value(
-        re.compile(r"✓ dataset: 4800 rows;.*\n✓ All checks passed\."), timeout=WORKER_MS
+        re.compile(r"✓ dataset: 4800 rows;(.*\n)*✓ All checks passed\."), timeout=WORKER_MS
     )
+    expect(page.locator("#checked.stale")).to_have_count(0)
+    type_in(page, "lora_r", "8")
+    expect(page.locator("#checked.stale")).to_have_count(1)
 
 
 @pytest.mark.slow  # what is said of each field is checked without a browser too
@@ -149,7 +201,6 @@ def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
     expect(page.get_by_text("from demo.yaml")).to_be_visible()
     expect(find_input(page, "learning_rate")).to_have_value("0.005")
     expect(page.locator("#problems")).to_contain_text("are valid")
-    page.locator("#advanced > button").click()
     expect(page.locator("#more textarea")).to_have_value(re.compile("warmup_steps: 10\n(.*\n)*save_strategy: 'no'"))
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("lora_r: 8\nlora_q: 3\n")
@@ -182,22 +233,20 @@ def test_another_method_brings_its_own_options(form):
     """Catches fields that the method has not, defaults of another method, and an option lost without a word."""
     page = form
     fill_demo(page)
-    page.locator("#advanced > button").click()
-    page.get_by_role("button", name="Data of sft").click()
-    type_in(page, "packing_strategy", "")
+    choose_option(page, "packing_strategy")
+    expect(page.locator("#option-packing_strategy input")).to_be_focused()
     find_input(page, "method").click()
     page.get_by_role("option", name="dpo").click()
     expect(page.locator("#option-packing_strategy")).to_be_hidden()
     expect(page.locator("#problems")).to_contain_text("named base-train-dpo")
     expect(find_input(page, "learning_rate")).to_have_attribute("placeholder", "1e-05")
     expect(page.locator("#preview-status")).to_contain_text("dpo", timeout=WORKER_MS)
-    find = page.locator("#find-option input")
-    find.fill("label_smoothing:")
-    page.get_by_role("option", name="label_smoothing:").first.click()
-    expect(page.locator("#more textarea")).to_have_value(re.compile("^label_smoothing: 0.0"))
+    choose_option(page, "label_smoothing")
+    expect(page.locator("#more textarea")).to_have_value("max_steps: 3\nlabel_smoothing: 0.0")
+    expect(page.locator("#more textarea")).to_be_focused()
     find_input(page, "method").click()
     page.get_by_role("option", name="grpo").click()
-    expect(page.locator("#more.wrong")).to_contain_text("more options, line 1: label_smoothing")
+    expect(page.locator("#more.wrong")).to_contain_text("more options, line 2: label_smoothing")
     expect(page.locator("#option-max_length.wrong")).to_contain_text("grpo")
 
 

@@ -6,9 +6,10 @@ import json
 import re
 
 import pytest
-from helpers.browser import check_no_overflow, open_page, shoot
+from helpers.browser import check_no_overflow, open_page
 from playwright.sync_api import expect
 
+LONG = "sft-all-" + "of-a-long-name-" * 6 + "x"
 NAMES = ("sft-base", "sft-rank-32", "sft-rank-8")
 
 
@@ -18,7 +19,8 @@ def list_names(page) -> list[str]:
 
 def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     """A click on a header that does nothing, a filter that hides the wrong run, ticks that move to another run or that
-    nobody sees; and in the dark, columns out of sight of a phone, and names that are black on black."""
+    nobody sees; state and progress pushed out of sight by long names and paths, a run that is left out without a word,
+    or deleted without a question; and in the dark, columns out of sight of a phone, and names black on black."""
     for name, loss in zip(NAMES, (1.5, 0.5, 2.5), strict=True):
         folder = add_demo_run(ui_server.root, name)
         last_step = json.loads((folder / "status.json").read_text())["max_steps"]
@@ -42,8 +44,13 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     page.get_by_label(f"compare {high}").check()
     page.get_by_role("button", name=re.compile("^name")).click()
     expect(page.locator("tbody a").first).to_have_text(base)
-    add_demo_run(ui_server.root, "sft-all")  # a row more, above all others
-    expect(page.locator("tbody a").first).to_have_text("sft-all")
+    folder = add_demo_run(ui_server.root, LONG)  # a row more, above all others
+    model, dataset = f"/{'models/' * 20}base", f"/{'data/' * 30}x.jsonl"
+    (folder / "config.yaml").write_text(f"model_name_or_path: {model}\ndataset: {dataset}\n")
+    (ui_server.root / "sft<b>").mkdir()
+    (ui_server.root / "sft<b>/status.json").write_text("{}")
+    expect(page.locator("tbody a").first).to_have_text(LONG)
+    expect(page.get_by_text("Not listed")).to_contain_text("sft<b>")
     assert [box.input_value() for box in page.locator("input[name=runs]:checked").all()] == [high, low]
     for color_scheme in ("dark", "light"):
         page.emulate_media(color_scheme=color_scheme)
@@ -59,7 +66,26 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     expect(page.get_by_text("No run matches")).to_be_visible()
     page.get_by_label("Filter").fill("sft-")
     expect(page.locator("tbody a")).to_have_count(4)
-    shoot(page, "runs")
+
+    page.set_viewport_size({"width": 1440, "height": 900})
+    table = page.get_by_role("region", name="Runs", exact=True)
+    assert table.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+    for box in (ticked, page.get_by_label(f"compare {high}")):
+        box.uncheck()
+    page.get_by_label(f"compare {LONG}").check()
+    page.get_by_role("button", name="Delete 1 selected").click()
+    expect(page.get_by_text("Delete this run")).to_contain_text(LONG)
+    page.get_by_role("button", name="Keep them").click()
+    expect(page.get_by_text("Delete this run")).to_be_hidden()
+    assert (ui_server.root / LONG).exists()
+    page.get_by_role("button", name="Delete 1 selected").click()
+    page.get_by_role("button", name="Delete for good").click()
+    expect(page.get_by_text(f"Deleted: {LONG}")).to_be_visible()
+    expect(page.locator("[data-delete]")).to_be_hidden()
+    expect(page.locator("tbody a")).to_have_count(3)
+    assert not (ui_server.root / LONG).exists()
+    for box in (page.get_by_label(f"compare {high}"), ticked):
+        box.check()
 
     page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 900})

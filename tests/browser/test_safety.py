@@ -8,19 +8,23 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from filelock import FileLock
 from gradio_client import Client
 from gradio_client.exceptions import AuthenticationError
-from helpers.browser import REPOSITORY, UiServer, check_no_overflow, open_page
+from helpers.browser import UiServer, check_no_overflow, open_page
+from helpers.paths import ROOT as REPOSITORY
 from helpers.waiting import wait_until
 from playwright.sync_api import Request
 
 from lorashard.cli import main
 
 PAGES = ["", "new", "run", "compare", "chat", "export"]
+BEFORE_LOGIN = ["/config", "/theme.css", "/gradio_api/info", "/gradio_api/openapi.json", "/gradio_api/app_id"]
+BEFORE_LOGIN += ["/gradio_api/heartbeat/abc", "/gradio_api/startup-events", "/assets/x.js", "/gradio_api/file=x"]
 HUB_TOKEN = "hf_" + "Secret" * 6
 PASSWORD = "correct horse"
 
@@ -42,7 +46,7 @@ def guarded_ui(start_ui, make_place, tmp_path_factory):
 @pytest.fixture
 def client(ui_server):
     """A program that asks the server without a browser."""
-    with httpx.Client(base_url=ui_server.url, timeout=20) as client:
+    with httpx.Client(base_url=ui_server.url, headers=ui_server.headers, timeout=20) as client:
         yield client
 
 
@@ -207,14 +211,44 @@ def test_every_answer_has_the_headers_that_browsers_obey(client):
 def test_nothing_is_answered_before_the_login(guarded_ui):
     """Gradio alone gives its page with the whole API, and more, to anybody who asks."""
     with httpx.Client(base_url=guarded_ui.url, timeout=20) as client:
-        paths = ["/config", "/theme.css", "/gradio_api/info", "/gradio_api/openapi.json", "/gradio_api/app_id"]
-        paths += ["/gradio_api/heartbeat/abc", "/gradio_api/startup-events", "/assets/x.js", "/gradio_api/file=x"]
-        for path in paths:
+        for path in BEFORE_LOGIN:
             assert client.get(path).status_code == 401, path
         for path in ("queue/join", "upload", "cancel", "reset", "call/list_runs"):
             assert client.post(f"/gradio_api/{path}", json={}).status_code == 401, path
         answer = client.get("/run?name=a%20b", headers={"Accept": "text/html"})
         assert answer.status_code == 303 and answer.headers["location"] == "login?next=run%3Fname%3Da%2520b"
+
+
+def test_nothing_is_answered_without_the_token(ui_server):
+    """Every user of this machine reaches 127.0.0.1: without the token, they start programs as the one who serves."""
+    wrong = {"Authorization": f"Bearer {ui_server.token[:-1]}"}
+    for headers in ({}, wrong, {"Authorization": "Bearer"}, {"Cookie": f"lorashard_{urlsplit(ui_server.url).port}=x"}):
+        with httpx.Client(base_url=ui_server.url, headers=headers, timeout=20) as client:
+            for path in (*BEFORE_LOGIN, "/", "/run?name=a&token=wrong"):
+                assert client.get(path).status_code in (401, 303), path
+                assert "gradio" not in client.get(path, follow_redirects=True).text.lower(), path
+            for path in ("queue/join", "upload", "cancel", "reset", "call/list_runs"):
+                assert client.post(f"/gradio_api/{path}", json={"data": []}).status_code == 401, path
+    with pytest.raises((AuthenticationError, ValueError)):
+        Client(ui_server.url, verbose=False)
+    assert any(ui_server.connect().view_api(return_format="dict", print_info=False)["named_endpoints"])
+
+
+def test_the_printed_address_opens_a_session(ui_server):
+    """A token that stays in the address is in the browser's history, and in a link that is passed on; one that every
+    visit must name breaks all links."""
+    with httpx.Client(base_url=ui_server.url, timeout=20) as client:
+        answer = client.get("/run", params={"name": "a b", "token": ui_server.token})
+        assert answer.status_code == 303 and answer.headers["location"] == "run?name=a%20b"
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=lax" in cookie and ui_server.token.lower() not in cookie
+        assert cookie.startswith(f"lorashard_{urlsplit(ui_server.url).port}=")
+        assert client.get("/config").status_code == 200
+        assert client.get("/config", headers={"Host": "evil.example"}).status_code == 403
+        client.get("/logout")
+        assert client.get("/config").status_code == 401
+        answer = client.post("/login", data={"password": ui_server.token}, headers={"Accept": "text/html"})
+        assert answer.status_code == 303 and client.get("/config").status_code == 200
 
 
 def test_a_password_opens_a_session_and_a_wrong_one_takes_its_time(guarded_ui):
@@ -269,7 +303,8 @@ def test_another_address_needs_a_password(tmp_path, capsys, host):
     machine's is another's."""
     assert main(["ui", "--root", str(tmp_path / "runs"), f"--host={host}", "--port", "0"]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and "--auth FILE" in said.err and "ssh -L" in said.err
+    assert said.out == "" and said.err.count("\n") == 1 and "--auth FILE" in said.err
+    assert "ssh -L PORT:127.0.0.1:PORT " in said.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -287,6 +322,7 @@ def test_mistakes_are_answered_in_one_line(tmp_path, ui_server, capsys):
         (["--auth", str(tmp_path / "none")], "cannot be read"),
         (["--auth", ":secret"], "expected user:password"),
         (["--allow", str(tmp_path / "none")], "expected a folder"),
+        (["--auth", "ada:secret", "--no-token"], "no_token"),
         (["--max_upload_size", "much"], "max_upload_size"),
         (["--port", "70000"], "port"),
         (["--host", "gpu-box.invalid", "--auth", "ada:secret"], "gpu-box.invalid"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import zipfile
 
 import pytest
-from gradio_client import Client
 from gradio_client.exceptions import AppError
-from helpers.browser import REPOSITORY
+from helpers.paths import ROOT as REPOSITORY
 from helpers.waiting import wait_until
 
 DEMO = {"model_name_or_path": "examples/demo/base", "dataset": "examples/demo/train.jsonl", "cpu": 2}
@@ -20,7 +20,7 @@ DEMO = {"model_name_or_path": "examples/demo/base", "dataset": "examples/demo/tr
 @pytest.fixture(scope="module")
 def call(ui_server):
     """Call an endpoint: `call("get_run", name="first")`."""
-    client = Client(ui_server.url, verbose=False)
+    client = ui_server.connect()
 
     def call(endpoint: str, **arguments: object) -> object:
         return client.predict(api_name=f"/{endpoint}", **arguments)
@@ -36,7 +36,8 @@ def test_an_example_drives_a_run_from_its_start_to_its_adapter(ui_server):
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, str(REPOSITORY / "examples/ui_client.py"), "--url", ui_server.url, "--stop_at", "4"]
     command += ["--name", "by program", *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    environment = os.environ | {"LORASHARD_TOKEN": ui_server.token}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr + ui_server.log_path.read_text()
     lines = result.stdout.splitlines()
     losses = [line for line in lines if line.startswith("  step ")]
@@ -106,14 +107,14 @@ def test_mistakes_are_answered_in_the_command_lines_words(call, add_demo_run, ui
 
 def test_pages_events_are_no_endpoints(call, ui_server):
     """An event of a page takes the page's own state: as an endpoint it is a second, unlooked-at way in."""
-    info = Client(ui_server.url, verbose=False).view_api(return_format="dict", print_info=False)
+    info = ui_server.connect().view_api(return_format="dict", print_info=False)
     assert not info["unnamed_endpoints"] and "/list_runs" in info["named_endpoints"]
 
 
 @pytest.mark.slow  # a process that checks loads torch
 def test_a_slow_answer_keeps_nobody_waiting(call, ui_server):
     """Gradio's default is one at a time of each event: a second tab waits for the first tab's check of its data."""
-    slow = Client(ui_server.url, verbose=False).submit(options=DEMO | {"seed": 7}, api_name="/validate")
+    slow = ui_server.connect().submit(options=DEMO | {"seed": 7}, api_name="/validate")
     wait_until(lambda: slow.status().code.name == "PROCESSING")
     with pytest.raises(AppError, match="model_name_or_path"):
         call("validate", options={})

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from gradio_client import Client
 from playwright.sync_api import Page
 
-from helpers.paths import ROOT as REPOSITORY
 from helpers.waiting import wait_until
 
-WIDTHS = {"wide": 1400, "phone": 390}
 WAIT_MS = 60_000  # for what takes a second: machines that run tests are busy
 _MARK = "LORASHARD_TEST_ROOT"  # in the environment of a server, and so of all that it starts
 
@@ -28,8 +27,18 @@ class UiServer:
 
     root: Path
     url: str  # ends with a slash
+    token: str  # empty where none is asked for
     process: subprocess.Popen[str]
     log_path: Path
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a program sends so that it is let in."""
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def connect(self) -> Client:
+        """Return a program's client of the endpoints."""
+        return Client(self.url, headers=self.headers, verbose=False)
 
     @classmethod
     def start(cls, place: Path, *options: str, deadline_s: float = 90, **variables: str) -> UiServer:
@@ -53,7 +62,7 @@ class UiServer:
                 text=True,
                 start_new_session=True,
             )
-        server = cls(root, "", process, log_path)
+        server = cls(root, "", "", process, log_path)
         wait_until(
             lambda: process.poll() is not None or "http://" in log_path.read_text()[begin:],
             lambda: f"the server did not start: {log_path.read_text()}",
@@ -61,7 +70,7 @@ class UiServer:
         )
         found = re.findall(r"http://\S+", log_path.read_text()[begin:])
         assert process.poll() is None and found, log_path.read_text()
-        server.url = found[0]
+        server.url, _, server.token = found[0].partition("?token=")
         return server
 
     def stop(self, number: int = signal.SIGTERM, deadline_s: float = 20) -> int:
@@ -124,17 +133,3 @@ def check_no_overflow(page: Page) -> None:
     """Fail where the page must be pushed sideways to be read."""
     excess = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
     assert excess <= 0, f"the page is {excess} pixels wider than its window of {page.viewport_size}"
-
-
-def shoot(page: Page, name: str, height: int = 900) -> None:
-    """Check a page at phone width and wide; where LORASHARD_SCREENSHOTS is set, keep docs/img/NAME-{wide,phone}.png."""
-    for width_name, width in WIDTHS.items():
-        page.set_viewport_size({"width": width, "height": height})
-        page.evaluate("window.scrollTo(0, 0)")
-        page.wait_for_timeout(600)  # charts follow the window
-        check_no_overflow(page)
-        if makes_pictures():
-            folder = REPOSITORY / "docs/img"
-            folder.mkdir(exist_ok=True)
-            page.screenshot(path=folder / f"{name}-{width_name}.png")
-    page.set_viewport_size({"width": WIDTHS["wide"], "height": height})

@@ -47,8 +47,9 @@ class Run:
 
 
 def list_training_scripts() -> list[Path]:
-    """Return the examples that load their model with lorashard, which all but the client of the web UI's API do."""
-    return sorted(path for path in EXAMPLES.glob("*.py") if path.name != "ui_client.py")
+    """Return the examples that load one model with lorashard, in the place of a line of a script without it."""
+    others = ("ui_client.py", "sweep_trainer.py")  # the client of the web UI's API; several models on one base
+    return sorted(path for path in EXAMPLES.glob("*.py") if path.name not in others)
 
 
 def make_plain(source: str) -> str:
@@ -76,6 +77,7 @@ def run_example(
     folder: Path,
     *,
     is_plain: bool = False,
+    job: str = "",
     num_ranks: int = 2,
     timeout_s: float = 200,
 ) -> Run:
@@ -86,6 +88,7 @@ def run_example(
         launcher: a key of LAUNCHERS.
         folder: where the run's own folder goes.
         is_plain: run the script without lorashard.
+        job: the one to read, of a script that trains several.
     """
     kind = "plain" if is_plain else "sharded"
     script = EXAMPLES / f"{name}.py"
@@ -102,7 +105,7 @@ def run_example(
     else:
         is_bfloat16 = str(arguments.get("bf16", name not in FLOAT32_BY_DEFAULT)) == "True"
         _check_stats(output, num_ranks, Path(str(options["model"])), 2 if is_bfloat16 else 4)
-    return read_run(Path(str(options["output_dir"])), output)
+    return read_run(Path(str(options["output_dir"])) / job, output)
 
 
 def read_run(out: Path, output: str = "") -> Run:

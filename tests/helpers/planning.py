@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +14,19 @@ from transformers import PreTrainedModel
 
 from helpers.bases import build_any
 from helpers.tiny import NUM_LAYERS, add_lora, build_base, set_checkpointing
+from lorashard.config.placement import ResolvedPlacement, read_placement, resolve_placement
 from lorashard.config.quantization_options import Quantization
 from lorashard.engine import plan_layout
 from lorashard.model.lora_linear import spare_lora_steps
 from lorashard.model.units import EMBEDDING, HEAD, LAYER
+from lorashard.planning.hardware import Cluster, find_gpu_type
 from lorashard.planning.size import ModelSize, UnitSize, build_meta_model
 from lorashard.planning.trace import Microbatch
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 # As in large models: the MLP is 2.75 times as wide, so that norms and padding are nothing beside the linears.
 WIDE = dict(hidden_size=128, intermediate_size=352, vocab_size=512)
+Options = dict[str, Any]  # of a placement
 FORMATS = (
     Quantization("nf4"),
     Quantization("nf4", double_quant=True),
@@ -81,3 +85,14 @@ def measure_peak(step: Callable[[], object]) -> int:
 def build_experts(**sizes: Any) -> PreTrainedModel:
     """Return a seeded base of which the experts' weights are stacked."""
     return build_any("qwen3-moe", **{"num_hidden_layers": NUM_LAYERS} | sizes).to(torch.bfloat16)
+
+
+def make_cpu_cluster(num_ranks: int) -> Cluster:
+    """Return a node of `num_ranks` CPU ranks of 16 GiB."""
+    cpu = replace(find_gpu_type("l4"), device_type="cpu", is_overlapping=False)
+    return Cluster(cpu, num_ranks, 1, 2**34)
+
+
+def resolve_options(options: Options, world_size: int) -> ResolvedPlacement:
+    """Return what the options of a placement mean for so many ranks."""
+    return resolve_placement(read_placement(**options), world_size, None)

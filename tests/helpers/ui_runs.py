@@ -51,6 +51,31 @@ def make_run(root: Path, name: str = "one", steps: int = 10, num_ranks: int = 2,
     return folder
 
 
+def make_sweep(root: Path, name: str = "sweep", phase: str = "done", **states: str) -> Path:
+    """Write the folder of a sweep over lora_r and learning_rate whose four jobs are in `states`; nobody owns it.
+
+    A job that waits has no folder yet; one that is halved or stopped has stopped at half of the others' steps.
+    """
+    folder = make_run(root, name, 0, phase=phase)
+    entries = []
+    for number, job in enumerate("abcd"):
+        state = states.get(job, phase if phase == "done" else "running")
+        options = {"lora_r": 8 * (1 + number % 2), "learning_rate": (1e-4, 3e-3)[number // 2]}
+        step, value = (20 if state in ("halved", "stopped") else 40), 1.5 - 0.1 * number
+        entry = {"name": job, "options": options, "state": state, "step": step, "max_steps": 100, "value": value}
+        why = "its eval_loss was among the worst half at step 20" if state == "halved" else ""
+        entries.append(json.dumps(entry | ({"step": 0, "value": None} if state == "waiting" else {}) | {"why": why}))
+        if state == "waiting":
+            continue
+        place = make_run(folder, job, 0, phase={"running": "train", "halved": "stopped"}.get(state, state), step=step)
+        more = {"learning_rate": options["learning_rate"]}
+        lines = make_steps(range(1, step + 1), **more) + [{"step": step, "time": 1100.0, "eval_loss": value}]
+        write_lines(place / "metrics.jsonl", lines)
+        (place / "config.yaml").write_text((place / "config.yaml").read_text() + f"lora_dropout: {number}\n")
+    (folder / "sweep.json").write_text('{"metric": "eval_loss", "jobs": [\n' + ",\n".join(entries) + "\n]}")
+    return folder
+
+
 def write_status(folder: Path, status) -> None:
     (folder / "status.json").write_text(json.dumps(status))
 

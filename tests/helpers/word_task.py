@@ -22,7 +22,7 @@ from lorashard.runs.events import describe_event
 from lorashard.runtime.signals import StopRequest
 from lorashard.training.arguments import build_arguments
 from lorashard.training.nonfinite import NonfiniteRule
-from lorashard.training.train import build_trainer
+from lorashard.training.one_run import build_trainer
 from lorashard.training.trainer import RunHooks
 
 WORDS = [f"w{number}" for number in range(60)]

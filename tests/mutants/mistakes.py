@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 LADDER = ("tests/distributed/engine/test_exactness.py", "-k", "quick")
 ORDER = ("tests/unit/engine/test_device_order.py",)
+JOBS = ("tests/distributed/engine/test_jobs.py", "-k", "own_run")
 COSTS = ("tests/distributed/engine/test_costs.py", "-k", "gathers or collectives or reduced")
 
 
@@ -42,8 +43,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "other unit's slot": Mutant(
         "lorashard/engine/autograd.py",
-        "return Handle(slot.owner, tensor.dtype,",
-        "return Handle(next(iter(pool)).owner or slot.owner, tensor.dtype,",
+        "return Handle(slot.owner, (tensor.dtype,",
+        "return Handle(next(iter(pool)).owner or slot.owner, (tensor.dtype,",
         "backward gets the weight of another layer",
     ),
     "no handle": Mutant(
@@ -54,21 +55,21 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "released too early": Mutant(
         "lorashard/engine/engine.py",
-        "            if not scheduled.holds:\n                scheduled.unit.release",
+        "            if not scheduled.holds and is_last:\n                scheduled.unit.release",
         "            if True:\n                scheduled.unit.release",
         "the head is gone when a fused loss reads it",
     ),
     "wrong victim": Mutant(
         "lorashard/engine/schedule.py",
-        "return max(evictable,",
-        "return min(evictable,",
+        "            if distance > farthest:",
+        "            if farthest < 0 or distance < farthest:",
         "the unit that is needed next is resharded",
         COSTS,
     ),
     "skipped hook": Mutant(
         "lorashard/engine/engine.py",
-        "if scheduled.has_backward and torch.is_grad_enabled():",
-        "if False and torch.is_grad_enabled():",
+        "elif scheduled.has_backward and torch.is_grad_enabled():",
+        "elif False and torch.is_grad_enabled():",
         "backward prefetches nothing, and holds what it should have given back",
         COSTS,
     ),
@@ -137,11 +138,11 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/distributed/engine/test_costs.py", "-k", "hybrid"),
     ),
     "hash not compared": Mutant(
-        "lorashard/engine/engine.py",
-        "[check, self._group.num_gathers, self._hash],",
-        "[check, self._group.num_gathers, 0],",
+        "lorashard/engine/agreement.py",
+        "[check, group.num_gathers, rolling_hash],",
+        "[check, group.num_gathers, 0],",
         "ranks that gathered other units continue",
-        ("tests/unit/engine/test_passes.py", "-k", "distinguished"),
+        ("tests/unit/engine/test_gathers.py", "-k", "distinguished"),
     ),
     "floor too high": Mutant(
         "lorashard/model/backward.py",
@@ -344,8 +345,8 @@ MUTANTS: dict[str, Mutant] = {
     # What a GPU runs beside the computation
     "order: gather overtakes readers": Mutant(
         "lorashard/engine/streams.py",
-        "            if event is not None:\n                self._queues.wait(event)",
-        "            if event is None:\n                self._queues.wait(event)",
+        "            if event is not None:\n                queues.wait(event)",
+        "            if event is None:\n                queues.wait(event)",
         "a gather overwrites a slot that is still computed with",
         ORDER,
     ),
@@ -358,8 +359,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "order: evicted in flight": Mutant(
         "lorashard/engine/unit.py",
-        "        if is_arriving:  #",
-        "        if False:  #",
+        "overtake this one.\n            self.slot.readers_done = stream.mark()",
+        "overtake this one.",
         "a slot's next filling overtakes one that nobody waited for",
         ORDER,
     ),
@@ -428,7 +429,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "order: event of another queue": Mutant(
         "lorashard/engine/streams.py",
-        "        with self._queues.on(self._queue):\n            if",
+        "        with queues.on(queue):\n            if",
         "        with contextlib.nullcontext():\n            if",
         "gathers run on the compute stream: beside nothing",
         ORDER,
@@ -442,9 +443,38 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "order: ranks prefetch otherwise": Mutant(
         "lorashard/engine/engine.py",
-        "islice(ahead, self._prefetch)",
-        "islice(ahead, self._prefetch + self._group.rank)",
+        "ahead[: self._prefetch]",
+        "ahead[: self._prefetch + self._group.rank]",
         "one rank starts a gather before an all-reduce, and another behind it",
         ("tests/distributed/engine/test_collective_order.py",),
+    ),
+    # Several jobs on one base
+    "jobs: random numbers shared": Mutant(
+        "lorashard/engine/turns.py",
+        "        self._write_torch(job.torch_state)",
+        "",
+        "a job's dropout depends on the jobs beside it",
+        JOBS,
+    ),
+    "jobs: passes one by one": Mutant(
+        "lorashard/engine/turns.py",
+        "group = at[_Place.PASS]\n",
+        "group = at[_Place.PASS][:1]\n",
+        "each unit is gathered once for each job",
+        JOBS,
+    ),
+    "jobs: graphs not linked": Mutant(
+        "lorashard/engine/engine.py",
+        "linked = self.turns.links.link(output, lambda: self._enter_backward(scheduled.unit))",
+        "linked = None",
+        "the jobs' backwards visit units in orders of their own, and gather each once more",
+        JOBS,
+    ),
+    "jobs: one state of accelerate": Mutant(
+        "lorashard/training/jobs.py",
+        "    GradientState._shared_state = ThreadLocalSharedDict()\n",
+        "",
+        "a trainer's step is left out where another accumulates",
+        ("tests/distributed/model/test_sweep_trainer.py",),
     ),
 }

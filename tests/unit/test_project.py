@@ -26,7 +26,6 @@ CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
 # `python tests/helpers/privates.py` lists what is found in all of `tests`, as `file::function: names`.
 PRIVATES = {
     "tests/e2e/launch/test_hang.py::SITECUSTOMIZE": "makes tokenizing slow inside of a run's own process",
-    "tests/e2e/training/test_soak.py::import": "leaves the process group as finetune does, many times in one process",
     "tests/unit/runs/test_folder.py::test_a_plan_that_cannot_be_made_ends_no_run": "only a whole training shows it too",
 }
 STORE = {"torch.distributed"}  # whose PrefixStore is no collective
@@ -151,14 +150,14 @@ def test_every_way_of_naming_collectives_is_seen(source: str) -> None:
     assert find_distributed_names(source)
 
 
-def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
-    """Catches a subpackage or the `ui` folder left out of the wheel: an editable install would not show it."""
+def test_wheel_holds_every_python_file_and_recipe(tmp_path: Path) -> None:
+    """Catches a subpackage, `ui` or `configs` left out of the wheel: an editable install would not show it."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
-    for folder in ("lorashard", "ui"):
+    for folder in ("lorashard", "ui", "configs"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     files = {path.relative_to(source).as_posix() for path in source.glob("*/**/*.py")}
 
@@ -166,7 +165,10 @@ def test_wheel_holds_every_python_file(tmp_path: Path) -> None:
     subprocess.run([*build, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True, text=True)
 
     [wheel] = tmp_path.glob("*.whl")
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    names = zipfile.ZipFile(wheel).namelist()
+    recipes = {f"lorashard_ui/recipes/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert recipes and recipes == {name for name in names if name.endswith(".yaml")}
+    packed = {name for name in names if name.endswith(".py")}
     assert packed == {re.sub("^ui/", "lorashard_ui/", file) for file in files}
 
 
@@ -234,7 +236,8 @@ def test_each_picture_that_is_shown_is_there() -> None:
         for picture in re.findall(r"\]\((?!https?:)([^)\s]+\.(?:png|svg))\)", document.read_text(encoding="utf-8"))
     ]
     assert [f"{document.name}: {path.name}" for document, path in shown if not path.is_file()] == []
-    pages = {path.stem.rpartition("-")[0] for path in ROOT.glob("docs/img/*.png")}
+    light = [path.stem for path in ROOT.glob("docs/img/*.png") if not path.stem.endswith("-dark")]
+    pages = {stem.rpartition("-")[0] for stem in light}
     assert {path.name for _, path in shown} >= {f"{page}-{width}.png" for page in pages for width in ("wide", "phone")}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,10 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _FEW_POINTS = 40  # up to here each point has a marker: a line of one point is invisible
 TEXT = "#7a7a7a"  # of lines; text takes the page's color when it is drawn
-_GRID = "rgba(128,128,128,0.25)"
+_GRID = "rgba(128,128,128,0.18)"
 _HEIGHT = 280
+_SMALL = 0.01  # below, as a learning rate is, 1e-4 reads better than 100\u00b5
+_FEW_STEPS = 10  # up to here Plotly would put ticks between whole steps
 _LEGEND_HEIGHT = 12  # for each curve; on a phone each name takes a line
 
 
@@ -37,18 +41,28 @@ def draw_curves(
     is_log: bool = False,
     revision: str = "",
     is_from_zero: bool = False,
+    span: tuple[float, float] | None = None,
 ) -> go.Figure:
     """Draw curves in one chart; with a smoothed curve, the raw one is faint.
 
     Args:
+        x_title: `step` is counted in whole numbers.
         is_log: a logarithmic y axis; values without a logarithm are left out.
         revision: while it stays the same, so do the user's zoom and choice of curves.
         is_from_zero: the y axis begins at zero.
+        span: the first and the last x that the user looks at; None: all.
     """
     traces = [trace for number, curve in enumerate(curves) for trace in _trace_curve(curve, number)]
     figure = go.Figure(traces, _lay_out(x_title, y_title, revision))
     if not any(len(curve.xs) for curve in curves):
         _show_no_data(figure)
+    ends = span or [end(curve.xs) for curve in curves if len(curve.xs) for end in (min, max)]
+    if x_title == "step":
+        figure.update_xaxes(hoverformat=",d")
+        if ends and max(ends) - min(ends) <= _FEW_STEPS:
+            figure.update_xaxes(dtick=1, tick0=0)
+    if all(abs(y) < _SMALL for curve in curves for y in curve.ys if math.isfinite(y)):
+        figure.update_yaxes(exponentformat="e")
     if is_from_zero:
         figure.update_yaxes(rangemode="tozero")
     if len(curves) > 1:
@@ -74,10 +88,7 @@ def draw_bars(
             x=names,
             y=values,
             name=name,
-            marker={
-                "color": _COLORS[number],
-                "pattern": {"shape": ("", "/", ".")[number % 3], "bgcolor": _COLORS[number], "fgcolor": "white"},
-            },
+            marker={"color": _COLORS[number]},
         )
         for number, (name, values) in enumerate(bars.items())
     ]
@@ -111,22 +122,25 @@ def _trace_curve(curve: Curve, number: int) -> list[go.Scatter]:
     marker = {"symbol": _MARKERS[number % len(_MARKERS)], "size": 6}
     is_smoothed = len(curve.smoothed) > 0
     xs = np.asarray(curve.xs, dtype=np.float64)
-    common = {"x": xs, "name": curve.name, "legendgroup": curve.name, "connectgaps": False}
+    common = {"x": xs, "legendgroup": curve.name, "connectgaps": False}
     mode = "lines+markers" if len(xs) <= _FEW_POINTS else "lines"
     raw = go.Scatter(
         y=np.asarray(curve.ys, dtype=np.float32),
+        name=curve.name,
+        hovertemplate=f"{html.escape(curve.name)}: %{{y:.5g}}<extra></extra>",
         mode="lines" if is_smoothed else mode,
         line={"color": color, "width": 1 if is_smoothed else 2, "dash": dash if not is_smoothed else "solid"},
         marker=marker,
         opacity=0.35 if is_smoothed else 1,
         showlegend=not is_smoothed,
-        hoverinfo="skip" if is_smoothed else "all",
         **common,
     )
     if not is_smoothed:
         return [raw]
     smoothed = go.Scatter(
         y=np.asarray(curve.smoothed, dtype=np.float32),
+        name=curve.name,
+        hovertemplate=f"{html.escape(curve.name)}, smoothed: %{{y:.5g}}<extra></extra>",
         mode=mode,
         line={"color": color, "width": 2.5, "dash": dash},
         marker=marker,
@@ -147,9 +161,10 @@ def lay_out(x_axis: dict[str, Any], y_axis: dict[str, Any], **properties: Any) -
         "template": "none",
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": TEXT, "size": 12},
+        "font": {"color": TEXT, "size": 12, "family": "system-ui, sans-serif"},
         "hoverlabel": {"bgcolor": "#333", "bordercolor": "#333", "font": {"color": "#fff"}},
-        "xaxis": axis | x_axis,
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": TEXT, "activecolor": TEXT},
+        "xaxis": axis | {"showgrid": False} | x_axis,
         "yaxis": axis | y_axis,
     } | properties
 

@@ -26,6 +26,8 @@ _ICONS = {
     "dead": "\u26a0",
     "canceled": "\u25a0",
     "lost": "\u26a0",
+    "waiting": "\u25f7",
+    "halved": "\u25a0",
 }
 _TAGS = re.compile(r"<span.*?</span>|<[^>]*>")
 _AS_TEXT = "\ufe0e"  # or a phone draws an emoji
@@ -89,6 +91,15 @@ def table(
 def facts(pairs: Iterable[tuple[str, str]]) -> Markup:
     """Return short facts in a row, each under its name."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs), class_="facts")
+
+
+def figures(found: Iterable[tuple[str, str, str]]) -> Markup:
+    """Return what matters of a page, large: for each its name, its value, and what to compare it with, or nothing."""
+    cards = []
+    for name, value, more in found:
+        below = tag("dd", more, class_="more") if more else ""
+        cards.append(tag("div", tag("dt", name), tag("dd", value, class_="value"), below, class_="figure"))
+    return tag("dl", *cards, class_="figures")
 
 
 def note(text: str, kind: str = "info") -> Markup:

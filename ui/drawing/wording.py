@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from ..reading import eta
+from lorashard.runtime import progress
 
 NONE = "\u2013"
 
@@ -28,7 +28,7 @@ def show_count(value: float | None) -> str:
 
 def show_duration(seconds: float | None) -> str:
     """Return a time span with its two largest units."""
-    return NONE if seconds is None or not math.isfinite(seconds) else eta.show_duration(max(0.0, seconds))
+    return NONE if seconds is None or not math.isfinite(seconds) else progress.show_duration(max(0.0, seconds))
 
 
 def show_time(epoch_s: float | None) -> str:

@@ -12,9 +12,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from lorashard.config.use_options import MergeOptions, VerifyOptions
 from lorashard.errors import ConfigError
-from lorashard.runs.root import find_run
+from lorashard.runs.root import find_place
 
-from ..running.packing import find_adapter_run, has_adapter
+from ..running.packing import find_adapter_run
 
 # Which base weights an adapter is merged into that was trained on a quantized base; the first is the default.
 AS_TRAINED = "as in training, dequantized"
@@ -46,18 +46,20 @@ def check_merge(
     repo: str,
     is_private: bool,
     base_words: Sequence[str] = (),
+    checkpoint: str = "",
 ) -> Merge:
     """Return what to merge and where to.
 
     Args:
         base_words: such as those of `MERGED_BASES`.
+        checkpoint: whose adapter is merged; empty: the run's last.
 
     Raises:
         ConfigError: something is wrong with a field.
     """
-    folder = find_adapter_run(root, name)
+    folder = find_adapter_run(root, name, checkpoint)
     try:
-        out = find_run(root, out_name.strip())
+        out = find_place(root, out_name.strip())
     except ConfigError as error:
         error.option = "out"
         raise
@@ -73,15 +75,15 @@ def check_merge(
 
 
 def check_verify(
-    root: Path, name: str | None, merged_name: str | None, device_words: Sequence[str]
+    root: Path, name: str | None, merged_name: str | None, device_words: Sequence[str], checkpoint: str = ""
 ) -> tuple[Path, list[str]]:
     """Return the run to verify, and the options.
 
     Raises:
         ConfigError: something is wrong with a field.
     """
-    folder = find_adapter_run(root, name)
-    options = ["--merged", str(find_run(root, merged_name))] if merged_name else []
+    folder = find_adapter_run(root, name, checkpoint)
+    options = ["--merged", str(find_place(root, merged_name))] if merged_name else []
     options += device_words
     VerifyOptions.read([str(folder), *options])
     return folder, options
@@ -112,13 +114,3 @@ def check_repo(repo: str) -> str:
 def is_logged_in() -> bool:
     """Tell whether there is a token of the hub, whatever it may do."""
     return get_token() is not None
-
-
-def list_merged(root: Path) -> list[str]:
-    """Return the names of the folders that hold a whole model, and no adapter."""
-    found = [
-        path.parent.name
-        for path in root.glob("*/config.json")
-        if any(path.parent.glob("model*.safetensors")) and not has_adapter(path.parent)
-    ]
-    return sorted(found)

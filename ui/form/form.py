@@ -14,7 +14,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,12 @@ from lorashard.config.methods import METHODS, Method, explain_refused
 from lorashard.config.names import ALIASES, PINNED_OPTIONS, REFUSED_OPTIONS
 from lorashard.config.options import GivenOption, Option, parse_yaml_options
 from lorashard.config.run_config import TRAINER_DEFAULTS, RunConfig, collect_options, find_method, read_known_options
+from lorashard.config.sweep import JOB_OPTIONS, read_jobs
 from lorashard.errors import ConfigError
-from lorashard.runs.root import find_run
+from lorashard.launch.checks import check_options
+from lorashard.runs.root import find_place, find_run
+from lorashard.runtime.devices import VisibleGpus
+from lorashard.runtime.gpus import list_gpus
 
 from ..reading.places import write_path
 from ..reading.states import ASKED_NAME
@@ -34,20 +38,22 @@ from .paths import Allowed
 
 MORE = "more"  # the field of all options that have none of their own
 NAME = "name"
+# The first screen. All other options are found by one search; those of COMMON are the first that have a field.
 BASIC = (
     "model_name_or_path",
-    "quantization",
     "dataset",
     "method",
-    "eval_dataset",
-    "max_length",
+    "placement",
+    "dtype",
+    "quantization",
     "lora_r",
+    "lora_alpha",
     "learning_rate",
-    "per_device_train_batch_size",
-    "global_batch_size",
     "num_train_epochs",
-    "max_steps",
+    "per_device_train_batch_size",
+    "max_length",
 )
+COMMON = ("eval_dataset", "max_steps", "global_batch_size")
 RANKS = ("gpus", "cpu", "queue")
 # Not options of the form: a run's folder follows from its name, and resuming has its own button.
 _NOT_HERE = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "task_type")
@@ -65,6 +71,7 @@ class Form:
         name: of the run; the suggested one if the field is empty.
         problems: the errors, by field; under "" what belongs to no single field.
         missing: required fields that are empty.
+        jobs: the names of a sweep's jobs.
     """
 
     method: Method
@@ -72,6 +79,7 @@ class Form:
     name: str
     problems: dict[str, ConfigError] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
 
     def to_yaml(self) -> str:
         """Return the options as the --config file of `lorashard finetune`, without the run's folder."""
@@ -118,30 +126,55 @@ def read_form(texts: Mapping[str, str | None], root: Path, allowed: Allowed) -> 
     except ConfigError as error:
         method, problems["method"] = METHODS["sft"], error
     known = read_known_options(method)
+    grid: dict[str, list[Any]] = {}
     options = [(name, GivenOption(name, text, "")) for name, text in given.items()]
     for place, option in [*options, *((MORE, option) for option in more)]:
         try:
+            parts = split_values(option, known) if place != MORE else []
+            if len(parts) > 1:
+                grid[option.name] = [collect_options([part], known, method)[option.name] for part in parts]
+                continue
             found = collect_options([option], known, method)
-            allowed.check_options(found)
+            allowed.check_options({name: value for name, value in found.items() if name != "sweep"})
             values |= found
         except ConfigError as error:
             problems.setdefault(place, error)
         except RecursionError:
             problems.setdefault(place, ConfigError("nested too deeply", option=option.name))
-    missing = tuple(name for name in ("model_name_or_path", "dataset") if not values.get(name) and name not in problems)
+    if grid:
+        written = values.get("sweep") or {}
+        values["sweep"] = {**written, "grid": {**(written.get("grid") or {}), **grid}}
+    needed = ("model_name_or_path", *(() if values.get("sweep") else ("dataset",)))  # jobs may have their own
+    missing = tuple(name for name in needed if not values.get(name) and name not in problems)
+    jobs: tuple[str, ...] = ()
     if not problems:
         try:
-            RunConfig(**({"model_name_or_path": "none yet"} | values))
+            config = RunConfig(**({"model_name_or_path": "none yet"} | values))
+            jobs = _read_jobs(config, allowed)
+            check_options(config, VisibleGpus(0 if config.cpu else len(list_gpus())))
         except ConfigError as error:
-            problems[error.option if error.option and error.option in texts else ""] = error
+            problems[_find_place(error, texts, more)] = error
     name = (texts.get(NAME) or "").strip() or suggest_name(values, root)
     try:
-        folder = find_run(root, name)
+        folder = find_place(root, name)
         if folder.exists():
             raise ConfigError(f"the run {name!r} already exists", fix="choose another name")
     except ConfigError as error:
         problems[NAME] = error
-    return Form(method, values, name, problems, missing)
+    return Form(method, values, name, problems, missing, jobs)
+
+
+def split_values(option: GivenOption, known: Mapping[str, Option]) -> list[GivenOption]:
+    """Return an option once for each of the values that its field holds, where it may differ by job; else none.
+
+    Only numbers and choices are split at commas: a path, a list or a pattern may hold one.
+    """
+    found = known.get(option.name)
+    if found is None or option.name not in JOB_OPTIONS or found.kinds & {"list", "dict"}:
+        return []
+    if "str" in found.kinds and not found.choices:
+        return []
+    return [replace(option, value=part.strip()) for part in str(option.value).split(",")]
 
 
 def parse_yaml(text: str, label: str) -> list[GivenOption]:
@@ -310,6 +343,21 @@ def describe_option(option: Option, method: Method) -> tuple[str, str]:
     return (write_word(option, default) if default not in (None, "None") else ""), " ".join(option.help.split())
 
 
+def _read_jobs(config: RunConfig, allowed: Allowed) -> tuple[str, ...]:
+    """Return the names of a sweep's jobs.
+
+    Raises:
+        ConfigError: what they cannot do, or may not, as an error of `sweep`, which is where they are written.
+    """
+    try:
+        jobs = read_jobs(config)
+        for job in jobs:
+            allowed.check_options(job.options)
+        return tuple(job.name for job in jobs)
+    except ConfigError as error:
+        raise ConfigError(str(error), option="sweep") from error
+
+
 def _reads_as(option: Option, word: str, value: Any) -> bool:
     try:
         return bool(option.parse(word) == value)
@@ -320,6 +368,13 @@ def _reads_as(option: Option, word: str, value: Any) -> bool:
 def _true_name(written: str) -> str:
     written = written.replace("-", "_")
     return ALIASES.get(written, written)
+
+
+def _find_place(error: ConfigError, texts: Mapping[str, Any], more: Sequence[GivenOption]) -> str:
+    """Return the field that an error of the whole form is shown at; "" if its option has none."""
+    if error.option in {_true_name(option.name) for option in more}:
+        return MORE
+    return error.option if error.option is not None and error.option in texts else ""
 
 
 def _refuse_twice(more: Sequence[GivenOption], given: Mapping[str, Any]) -> None:

@@ -43,15 +43,27 @@ class Allowed:
         root: the folder of the runs; everything in it may be read.
         folders: other folders, chosen by the user who started the server.
         trusts_code: whether models' own code and functions by import path may run.
+        start: the folder where the server was started, whose models and datasets may be read too, but nothing that is
+            hidden, of which a home has keys and tokens. None: it is not to be read.
     """
 
-    def __init__(self, root: Path, folders: Sequence[Path] = (), trusts_code: bool = False) -> None:
+    def __init__(
+        self, root: Path, folders: Sequence[Path] = (), trusts_code: bool = False, start: Path | None = None
+    ) -> None:
         # Not the whole of HF_HOME, which holds tokens.
         caches = [constants.HF_HUB_CACHE, _find_datasets_cache()]
         self._root = os.path.realpath(root)
         self._own = [self._root, *(os.path.realpath(folder) for folder in folders)]
         self._folders = [*self._own, *(os.path.realpath(folder) for folder in caches)]
+        self._start = os.path.realpath(start) if start is not None else None
+        if self._start == os.sep:  # all of the machine
+            self._start = None
         self.trusts_code = trusts_code
+
+    @property
+    def browsable(self) -> list[str]:
+        """The folders whose files are offered: that of the start, and those chosen by who started the server."""
+        return list(dict.fromkeys([*([self._start] if self._start else []), *self._own[1:]]))
 
     def check(self, path: str, option: str) -> None:
         """Refuse a path that leads elsewhere, with links resolved; Hub ids pass if the option takes them.
@@ -72,13 +84,20 @@ class Allowed:
                 )
             return
         real = os.path.realpath(os.path.expanduser(path))
-        if not any(real == folder or real.startswith(folder.rstrip(os.sep) + os.sep) for folder in self._folders):
+        if not any(_lies_in(real, folder) for folder in self._folders) and not self._is_seen(real, option):
+            shown = [*self._own, *([f"{self._start} (nothing hidden)"] if self._start else [])]
             raise ConfigError(
                 option=option,
-                expected=f"a path in {', '.join(self._own)} or the Hugging Face cache",
+                expected=f"a path in {', '.join(shown)} or the Hugging Face cache",
                 found=repr(path),
                 fix="use one of these folders, or start the server with --allow FOLDER",
             )
+
+    def _is_seen(self, real: str, option: str) -> bool:
+        """Return whether a path lies in the folder of the start, is not hidden, and is of an option that only reads."""
+        if self._start is None or option not in _HUB_OPTIONS or not _lies_in(real, self._start):
+            return False
+        return not any(part.startswith(".") for part in os.path.relpath(real, self._start).split(os.sep) if part != ".")
 
     def check_options(self, values: Mapping[str, Any]) -> None:
         """Refuse options that use files or code that are not allowed.
@@ -124,6 +143,10 @@ def _refuse_code(name: str, value: Any) -> None:
     for key, inner in _find_pairs(value):
         if key in _CODE_KEYS and inner:
             raise ConfigError(f"this server runs no code from models or the Hub ({key})", option=name, fix=advice)
+
+
+def _lies_in(real: str, folder: str) -> bool:
+    return real == folder or real.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def _looks_like_path(text: str) -> bool:

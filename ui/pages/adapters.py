@@ -12,15 +12,31 @@ from lorashard.runtime.gpus import list_gpus
 
 from ..app_context import AppContext
 from ..drawing.markup import Markup, link, note, tag
-from ..running.packing import has_adapter
+from ..running.packing import find_adapter_run, has_adapter, list_checkpoint_names
+
+_LAST = ("last", "")
 
 
-def make_choice() -> tuple[gr.Dropdown, gr.CheckboxGroup, gr.Number]:
-    """Add the fields for the run, its GPUs and its CPU ranks to the row that is being built."""
+def make_choice() -> tuple[gr.Dropdown, gr.Dropdown, gr.CheckboxGroup, gr.Number]:
+    """Add the fields for the run, its checkpoint, its GPUs and its CPU ranks to the row that is being built."""
     run = gr.Dropdown([], label="Run", scale=3, min_width=180)
+    checkpoint = gr.Dropdown([_LAST], value="", label="Checkpoint", scale=2, min_width=140)
     gpus = gr.CheckboxGroup([], label="GPUs (none selected: the CPU)", visible=False, scale=3, min_width=180)
     ranks = gr.Number(1, label="CPU ranks", precision=0, scale=1, min_width=100)
-    return run, gpus, ranks
+    return run, checkpoint, gpus, ranks
+
+
+def offer_checkpoints(context: AppContext, name: str | None, chosen: str = "") -> dict[str, Any]:
+    """Return an update of the field for the checkpoint after another run was chosen.
+
+    Args:
+        chosen: the checkpoint to choose while it is there; else the run's last adapter is.
+    """
+    try:
+        names = list_checkpoint_names(find_adapter_run(context.root, name))
+    except ConfigError:
+        names = []
+    return gr.update(choices=[_LAST, *((name, name) for name in names)], value=chosen if chosen in names else "")
 
 
 def open_page(
@@ -32,7 +48,7 @@ def open_page(
         advice, other: as for `_draw_empty`.
         selects_gpus: whether all GPUs are selected at first.
     """
-    names = [row.name for row in context.runs.list() if has_adapter(context.root / row.name)]
+    names = [row.name for row in context.runs.list_with_jobs() if has_adapter(context.root / row.name)]
     asked_for = request.query_params.get("run", "")
     if not names or (asked_for and asked_for not in names):
         empty = gr.update(value=_draw_empty(asked_for, names, advice, other), visible=True)

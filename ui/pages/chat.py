@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,13 +15,16 @@ from lorashard.runtime.gpus import list_gpus
 
 from ..app_context import AppContext
 from ..drawing.markup import Markup, join, link, note, tag
+from ..reading.prompts import list_prompts
+from ..reading.sanitize import show_safely
 from ..running.chatting import Chat, End, Piece, Waiting
-from .adapters import find_device_words, make_choice, open_page
+from .adapters import find_device_words, make_choice, offer_checkpoints, open_page
 from .refreshing import QUIET, Parts, make_html, show_if_any
 from .runs import draw_gpus
 
 _REFRESH_S = 1.0
 _STREAM_S = 0.1
+_EXAMPLE_WIDTH = 100
 _SOURCES = {"base": "Base", "adapter": "With adapter"}
 _NO_TALK = json.dumps({source: [] for source in _SOURCES})
 
@@ -37,9 +41,9 @@ def build(context: AppContext) -> None:
     empty = make_html(visible=False)
     with gr.Column(visible=False) as body:
         with gr.Row(equal_height=True):
-            run, gpus, ranks = make_choice()
+            run, checkpoint, gpus, ranks = make_choice()
             load = gr.Button("Load", scale=1, min_width=100)
-            unload = gr.Button("Unload", scale=1, min_width=100)
+            unload = gr.Button("Unload", interactive=False, scale=1, min_width=100)
         free = make_html(visible=False)
         state = make_html()
         with gr.Row():
@@ -48,6 +52,7 @@ def build(context: AppContext) -> None:
                 with gr.Column(min_width=300):
                     panes[source] = make_html(draw_talk(source, []))
         told = make_html(visible=False)
+        example = gr.Dropdown([], value=None, label="Example prompts of the run and its dataset", visible=False)
         question = gr.Textbox(
             "", label="Message", placeholder="Enter sends, Shift+Enter starts a new line", lines=1, max_lines=8
         )
@@ -59,10 +64,11 @@ def build(context: AppContext) -> None:
             asks_base = gr.Checkbox(True, label="Also ask the base model", min_width=160)
             system = gr.Textbox("", label="System message", min_width=260)
             temperature = gr.Slider(0, 2, 0.7, step=0.05, label="Temperature", info="0: greedy decoding", min_width=200)
+            top_p = gr.Slider(0.05, 1, 0.9, step=0.05, label="Top p", info="1: all tokens", min_width=200)
             max_new_tokens = gr.Number(256, label="Max new tokens", precision=0, min_width=120)
             seed = gr.Number(42, label="Seed", precision=0, min_width=120)
-    parts = Parts(free=free, state=state)
-    devices = [run, gpus, ranks]
+    parts = Parts(free=free, state=state, unload=unload)
+    devices = [run, checkpoint, gpus, ranks]
 
     def arrive(request: gr.Request) -> list[Any]:
         return open_page(context, request, "Train one, then chat with it here.", ("chat", "Choose another run"), True)
@@ -71,16 +77,28 @@ def build(context: AppContext) -> None:
         if not name:
             return gr.skip()
         found = list_gpus()
+        loaded = context.chats.find(name)
         others = [chat.name for chat in context.chats.list() if chat.name != name]
         shown = {
             "free": show_if_any(draw_gpus(found) if found else ""),
-            "state": draw_state(context.chats.find(name), others),
+            "state": draw_state(loaded, others),
+            "unload": gr.update(interactive=loaded is not None and loaded.is_alive),
         }
         return parts.send(seen, shown)
 
-    def begin_loading(name: str | None, gpus: Sequence[int], ranks: float | None) -> Any:
+    def offer(name: str | None) -> list[Any]:
         try:
-            context.chats.load(name or "", find_device_words(gpus, ranks))
+            prompts = list_prompts(context.runs.get(name or "").options(), context.allowed.check)
+        except ConfigError:  # an adapter that no run of lorashard has left
+            prompts = []
+        choices = [(textwrap.shorten(show_safely(text), _EXAMPLE_WIDTH), text) for text in prompts]
+        loaded = context.chats.find(name or "")
+        offered = offer_checkpoints(context, name, "" if loaded is None else loaded.checkpoint)
+        return [offered, gr.update(choices=choices, value=None, visible=bool(choices))]
+
+    def begin_loading(name: str | None, checkpoint: str, gpus: Sequence[int], ranks: float | None) -> Any:
+        try:
+            context.chats.load(name or "", find_device_words(gpus, ranks), checkpoint)
             return show_if_any("")
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
@@ -94,11 +112,13 @@ def build(context: AppContext) -> None:
         kept: str,
         text: str,
         name: str | None,
+        checkpoint: str,
         gpus: Sequence[int],
         ranks: float | None,
         asks_base: bool,
         system: str,
         temperature: float,
+        top_p: float,
         max_new_tokens: float | None,
         seed: float | None,
         request: gr.Request,
@@ -119,9 +139,11 @@ def build(context: AppContext) -> None:
         problem, unsent = "", gr.skip()
         try:
             chat = context.chats.find(name or "")
-            if chat is None or not chat.is_alive:
-                chat = context.chats.load(name or "", find_device_words(gpus, ranks))
-            settings = collect_settings(temperature, max_new_tokens, seed)
+            if (
+                chat is None or not chat.is_alive or chat.checkpoint != checkpoint
+            ):  # which is refused while the other is loaded
+                chat = context.chats.load(name or "", find_device_words(gpus, ranks), checkpoint)
+            settings = collect_settings(temperature, top_p, max_new_tokens, seed)
             for event in chat.answer(str(request.session_hash), exchange.write_prompts(system), settings):
                 if isinstance(event, Waiting):
                     yield {told: show_if_any(note(event.sentence))}
@@ -151,17 +173,20 @@ def build(context: AppContext) -> None:
         cancel(name, request)
         return [_NO_TALK, show_if_any(""), *(draw_talk(source, []) for source in panes)]
 
+    offering = {"fn": offer, "inputs": run, "outputs": [checkpoint, example]} | QUIET
     refreshed = {"fn": refresh, "inputs": [parts.seen, run], "outputs": parts.outputs} | QUIET
-    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed)
+    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed).then(**offering)
+    example.input(lambda text: [text, None], example, [question, example], **QUIET)
     timer.tick(**refreshed)
     load.click(begin_loading, devices, told, **QUIET).then(**refreshed)
     unload.click(end_loading, run, told, **QUIET).then(**refreshed)
-    asked = [talks, question, *devices, asks_base, system, temperature, max_new_tokens, seed]
+    asked = [talks, question, *devices, asks_base, system, temperature, top_p, max_new_tokens, seed]
     changed = [question, send, stop, told, talks, *panes.values()]
     gr.on([send.click, question.submit], answer, asked, changed, **QUIET)
     stop.click(cancel, run, None, **QUIET)
     reset.click(forget, run, [talks, told, *panes.values()], **QUIET)
-    run.input(forget, run, [talks, told, *panes.values()], **QUIET).then(**refreshed)
+    run.input(forget, run, [talks, told, *panes.values()], **QUIET).then(**refreshed).then(**offering)
+    checkpoint.input(forget, run, [talks, told, *panes.values()], **QUIET)
 
 
 class Exchange:
@@ -210,9 +235,12 @@ class Exchange:
         return kept
 
 
-def collect_settings(temperature: float, max_new_tokens: float | None, seed: float | None) -> dict[str, Any]:
+def collect_settings(
+    temperature: float, top_p: float, max_new_tokens: float | None, seed: float | None
+) -> dict[str, Any]:
     """Return the generation settings for `lorashard chat --json`; an empty field takes the command's default."""
-    settings: dict[str, Any] = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+    settings: dict[str, Any] = {"do_sample": temperature > 0}
+    settings |= {"temperature": temperature, "top_p": top_p} if temperature else {}
     numbers = {"max_new_tokens": max_new_tokens, "seed": seed}
     return settings | {name: int(value) for name, value in numbers.items() if value is not None}
 
@@ -250,7 +278,7 @@ def draw_state(chat: Chat | None, others: Sequence[str]) -> Markup:
     elif chat.state == "ended":
         main = note(f"Not loaded: {chat.describe()}", "info" if chat.is_unloaded else "warning")
     else:
-        where = " ".join(chat.device_words)
+        where = ", ".join(filter(None, (chat.checkpoint, " ".join(chat.device_words))))
         main = note(f"{chat.state.capitalize()} ({where}): {chat.describe()}")
     if not others:
         return main

@@ -13,7 +13,7 @@ from lorashard.errors import ConfigError
 
 from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_curves
-from ..drawing.markup import Markup, badge, join, link, note, table
+from ..drawing.markup import Markup, badge, join, link, note, table, tag
 from ..drawing.wording import NONE, show_count, show_duration, show_number
 from ..reading.comparing import differences
 from ..reading.places import show_paths
@@ -23,10 +23,18 @@ from .refreshing import QUIET, Parts, make_html, show_if_any
 
 _REFRESH_S = 4.0
 _MOST_RUNS = 12
+_MOST_METRICS = 6
 _MOST_POINTS = 500
 _FIRST_METRICS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_s")
 _UNCHARTED = ("time", "step", "epoch")
 _AXES = {"step": "step", "time": "minutes", "tokens": "tokens"}
+_NO_BASELINE = ""
+# What is compared stands in the address, so that a reload or a bookmark shows the same.
+_KEEP = """(runs, metrics, axis, baseline) => {
+  const words = new URLSearchParams({runs: runs.join(','), metric: metrics.join(','), over: axis});
+  if (baseline) words.set('baseline', baseline);
+  history.replaceState(history.state, '', location.pathname + '?' + words);
+}"""
 
 
 def build(context: AppContext) -> None:
@@ -44,52 +52,96 @@ def build(context: AppContext) -> None:
         info=f"Up to {_MOST_RUNS}; type to search",
     )
     with gr.Row():
-        metric = gr.Dropdown(list(_FIRST_METRICS), value="loss", label="Metric", min_width=160)
+        metrics = gr.Dropdown(
+            list(_FIRST_METRICS),
+            value=["loss"],
+            multiselect=True,
+            max_choices=_MOST_METRICS,
+            allow_custom_value=True,  # of an address too
+            label="Metrics",
+            min_width=200,
+        )
+        baseline = gr.Dropdown(
+            [("none", _NO_BASELINE)], value=_NO_BASELINE, allow_custom_value=True, label="Baseline", min_width=160
+        )
         axis = gr.Radio(list(_AXES), value="step", label="Over", min_width=160)
         smoothing = gr.Slider(0, 0.99, 0.6, step=0.01, label="Smoothing", min_width=200)
         is_log = gr.Checkbox(label="Logarithmic axis", min_width=140)
     said = make_html(visible=False)
     with gr.Column(visible=False) as body:
-        plot = make_chart("Curves")
+        plots = [make_chart("Curves", visible=False) for _ in range(_MOST_METRICS)]
         ends = make_html()
         make_html("<h2>Options that differ</h2>")
         options = make_html()
-    parts = Parts(runs=runs, metric=metric, said=said, body=body, plot=plot, ends=ends, options=options)
+    charts = {f"plot {number}": plot for number, plot in enumerate(plots)}
+    parts = Parts(
+        runs=runs, metrics=metrics, baseline=baseline, said=said, body=body, ends=ends, options=options, **charts
+    )
 
-    def refresh(seen: str, names: list[str], metric: str, axis: str, smoothing: float, is_log: bool) -> dict[Any, Any]:
-        values: dict[str, Any] = {"runs": gr.update(choices=[row.name for row in context.runs.list()])}
+    def refresh(
+        seen: str,
+        names: list[str],
+        chosen: list[str],
+        baseline: str | None,
+        axis: str,
+        smoothing: float,
+        is_log: bool,
+    ) -> dict[Any, Any]:
+        values: dict[str, Any] = {"runs": gr.update(choices=[row.name for row in context.runs.list_with_jobs()])}
         readers, problems = _find_readers(context, names)
+        values["baseline"] = gr.update(choices=[("none", _NO_BASELINE), *((one.name, one.name) for one in readers)])
         values["body"] = gr.update(visible=bool(readers))
         if readers:
             found = sorted({name for reader in readers for name in reader.series_names()} - {*_UNCHARTED})
             choices = [name for name in _FIRST_METRICS if name in found]
             choices += [name for name in found if name not in choices]
-            values["metric"] = gr.update(choices=choices)
-            curves = [curve for reader in readers if (curve := _read_curve(reader, metric, axis, smoothing))]
-            title = _AXES[axis]
-            values["plot"] = draw_curves(curves, title, metric.replace("_", " "), is_log, f"{axis} {metric}")
-            values["ends"] = draw_ends(readers, metric)
-            values["options"] = draw_differences(readers)
-            missing = [reader.name for reader in readers if metric not in reader.series_names()]
-            problems += [f"{name} has no {metric} (yet)." for name in missing]
+            values["metrics"] = gr.update(choices=choices)
+            chosen = chosen[:_MOST_METRICS]
+            for number in range(_MOST_METRICS):
+                values[f"plot {number}"] = gr.update(visible=False)
+            for number, metric in enumerate(chosen):
+                curves = [curve for reader in readers if (curve := _read_curve(reader, metric, axis, smoothing))]
+                revision = f"{axis} {metric}"
+                figure = draw_curves(curves, _AXES[axis], metric.replace("_", " "), is_log, revision)
+                values[f"plot {number}"] = gr.update(value=figure.to_json(), visible=True)
+                missing = [reader.name for reader in readers if metric not in reader.series_names()]
+                problems += [f"{name} has no {metric} (yet)." for name in missing]
+            ordered = sorted(readers, key=lambda reader: reader.name != baseline)  # the baseline first
+            values["ends"] = join(draw_ends(ordered, metric, baseline) for metric in chosen)
+            values["options"] = draw_differences(ordered, baseline)
+            if not chosen:
+                problems.append("Choose a metric to see its curves.")
         else:
             problems.append("Choose two or more runs to see their curves and the options that differ.")
         values["said"] = show_if_any(join(note(problem) for problem in problems))
         return parts.send(seen, values)
 
-    def read_names(request: gr.Request) -> Any:
-        words = request.query_params.getlist("runs") if hasattr(request.query_params, "getlist") else []
-        names = list(dict.fromkeys(name for word in words for name in word.split(",") if name))
-        return gr.update(choices=[row.name for row in context.runs.list()], value=names)
+    def arrive(request: gr.Request) -> list[Any]:
+        names = _read_list(request, "runs")
+        over = request.query_params.get("over", "")
+        return [
+            gr.update(choices=[row.name for row in context.runs.list_with_jobs()], value=names),
+            _read_list(request, "metric")[:_MOST_METRICS] or ["loss"],
+            over if over in _AXES else "step",
+            request.query_params.get("baseline", _NO_BASELINE),
+        ]
 
-    inputs = [parts.seen, runs, metric, axis, smoothing, is_log]
+    inputs = [parts.seen, runs, metrics, baseline, axis, smoothing, is_log]
+    compared = [runs, metrics, axis, baseline]
     asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | QUIET
-    gr.on(None, read_names, None, runs, **QUIET).then(**asked)
+    gr.on(None, arrive, None, compared, **QUIET).then(**asked)
     timer.tick(**asked)
-    for component in (runs, metric, axis):
-        component.input(**asked)
+    for component in compared:
+        component.input(None, compared, None, js=_KEEP, **QUIET).then(**asked)
     smoothing.change(**asked)
     is_log.change(**asked)
+
+
+def _read_list(request: gr.Request, name: str) -> list[str]:
+    """Return what an address gives once or several times, each time one word or several with commas between."""
+    params = request.query_params
+    words = params.getlist(name) if hasattr(params, "getlist") else []
+    return list(dict.fromkeys(one for word in words for one in word.split(",") if one))
 
 
 def _find_readers(context: AppContext, names: Sequence[str]) -> tuple[list[RunReader], list[str]]:
@@ -122,32 +174,80 @@ def _read_curve(reader: RunReader, metric: str, axis: str, smoothing: float) -> 
     return Curve(reader.name, xs.tolist(), values, smoothed if smoothing else ())
 
 
-def draw_ends(readers: Sequence[RunReader], metric: str) -> Markup:
-    """Return each run's last, lowest and highest value of a metric."""
+def draw_ends(readers: Sequence[RunReader], metric: str, baseline: str | None = None) -> Markup:
+    """Return each run's last, lowest and highest value of a metric, and by how much the last differs from a baseline's.
+
+    Args:
+        baseline: the name of one of the runs.
+    """
+    known_by_name = {reader.name: _read_known(reader, metric) for reader in readers}
+    base = known_by_name.get(baseline or "")
     rows = []
     for reader in readers:
         summary = reader.summary()
-        xs, ys, _ = reader.series([metric], _MOST_POINTS).get(metric, ([], [], []))
-        known = [(y, x) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+        known = known_by_name[reader.name]
         name = join((link("run", reader.name, name=reader.name), " ", badge(summary.state)))
         times = reader.series(["time"], _MOST_POINTS).get("time", ([], [], []))[1]
         lived = show_duration(times[-1] - times[0]) if times else NONE
-        ends = (show_number(known[-1][0]), _show_at(min(known)), _show_at(max(known))) if known else (NONE, NONE, NONE)
+        ends: tuple[str, ...] = (NONE, NONE, NONE)
+        if known:
+            ends = (show_number(known[-1][0]), _show_at(min(known)), _show_at(max(known)))
+        if base is not None:
+            ends = (ends[0], _show_difference(known, base, reader.name == baseline), *ends[1:])
         rows.append((name, *ends, show_number(summary.eval_loss), show_count(summary.step), lived))
     what = metric.replace("_", " ")
-    headers = ("run", f"last {what}", f"lowest {what}", f"highest {what}", "last eval loss", "step", "trained for")
+    against = () if base is None else ("against the baseline",)
+    headers = (
+        "run",
+        f"last {what}",
+        *against,
+        f"lowest {what}",
+        f"highest {what}",
+        "last eval loss",
+        "step",
+        "trained for",
+    )
     return table(headers, rows, f"{what} of each run", class_="cards")
 
 
-def draw_differences(readers: Sequence[RunReader]) -> Markup:
-    """Return the options whose values differ between the runs."""
+def _read_known(reader: RunReader, metric: str) -> list[tuple[float, float]]:
+    """Return the finite values of a metric, each with its step."""
+    xs, ys, _ = reader.series([metric], _MOST_POINTS).get(metric, ([], [], []))
+    return [(y, x) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+
+
+def _show_difference(known: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]], is_base: bool) -> str:
+    if is_base:
+        return "baseline"
+    if not known or not base:
+        return NONE
+    difference = known[-1][0] - base[-1][0]
+    share = f" ({100 * difference / abs(base[-1][0]):+.1f} %)" if base[-1][0] else ""
+    sign = "+" if difference >= 0 else "\u2212"
+    return f"{sign}{show_number(abs(difference))}{share}"
+
+
+def draw_differences(readers: Sequence[RunReader], baseline: str | None = None) -> Markup:
+    """Return the options whose values differ between the runs; those that differ from the baseline's in bold.
+
+    Args:
+        baseline: the name of the first of the runs; another name means none.
+    """
     if len(readers) < 2:
         return note("Choose another run to compare with.")
-    rows = [(option, *(_show_value(value) for value in values)) for option, values in differences(readers)]
+    has_baseline = readers[0].name == baseline
+    rows = [
+        (option, *(_mark(_show_value(value), has_baseline and value != values[0]) for value in values))
+        for option, values in differences(readers)
+    ]
     if not rows:
         return note("All options are the same.")
     headers = ("option", *(reader.name for reader in readers))
     return table(headers, rows, "Options that differ", num_text=len(headers), class_="cards")
+
+
+def _mark(text: str, is_other: bool) -> str:
+    return tag("strong", text) if is_other else text
 
 
 def _show_at(found: tuple[float, float]) -> str:

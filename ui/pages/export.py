@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,9 +21,10 @@ from ..reading.jsonl_tail import read_end
 from ..reading.places import show_paths
 from ..reading.sanitize import show_safely
 from ..reading.summaries import find_quantization, read_options
+from ..running import control
 from ..running.jobs import Job, merge_words, push_words, verify_words
-from ..running.packing import find_adapter_run, pack_adapter
-from .adapters import find_device_words, make_choice, open_page
+from ..running.packing import find_adapter_run, list_merged, pack_adapter
+from .adapters import find_device_words, make_choice, offer_checkpoints, open_page
 from .refreshing import QUIET, Parts, make_html, show_if_any
 
 _REFRESH_S = 2.0
@@ -31,6 +33,7 @@ _LOG_LINES = 200
 _DTYPES = ["auto", "bfloat16", "float16", "float32"]
 _ADAPTER_ITSELF = "the adapter itself"
 _ALL_JOBS = 20
+_KINDS = ("merge", "verify", "push")
 
 
 def build(context: AppContext) -> None:
@@ -40,7 +43,7 @@ def build(context: AppContext) -> None:
     empty = make_html(visible=False)
     with gr.Column(visible=False) as body:
         with gr.Row(equal_height=True):
-            run, gpus, ranks = make_choice()
+            run, checkpoint, gpus, ranks = make_choice()
         with gr.Tabs():
             with gr.Tab("Download"):
                 make_html(tag("p", "The adapter and its tokenizer: plain PEFT files, in a zip."))
@@ -85,6 +88,13 @@ def build(context: AppContext) -> None:
                     is_private = gr.Checkbox(True, label="Private repo", min_width=120)
                 push = gr.Button("Upload the adapter", variant="primary")
                 push_told = make_html(visible=False)
+            with gr.Tab("Delete"):
+                make_html(tag("p", "Deletes a merged model from the disk of the server, and no run."))
+                with gr.Row():
+                    unwanted = gr.Dropdown([], value=None, label="Merged model", min_width=220)
+                    typed = gr.Textbox("", label="Its name again", placeholder="type it to delete it", min_width=220)
+                delete = gr.Button("Delete permanently", variant="stop")
+                delete_told = make_html(visible=False)
     make_html(tag("h2", "Jobs"))
     jobs = make_html()
     with gr.Column(visible=False) as one_job:
@@ -93,56 +103,69 @@ def build(context: AppContext) -> None:
             cancel = gr.Button("Cancel", variant="stop", interactive=False, scale=1, min_width=100)
         cancel_told = make_html(visible=False)
         log = gr.Textbox(label="Log", lines=8, max_lines=16, interactive=False, buttons=["copy"], elem_id="job-log")
-    parts = Parts(jobs=jobs, one_job=one_job, job=job, cancel=cancel, log=log, merged=merged, login=login)
-    devices = [gpus, ranks]
+    started = gr.Textbox(visible=False, value="{}")  # the id of the last job of each kind that was started here
+    parts = Parts(
+        jobs=jobs, one_job=one_job, job=job, cancel=cancel, log=log, merged=merged, unwanted=unwanted, login=login,
+        merge=merge_told, verify=verify_told, push=push_told,
+    )  # fmt: skip
+    devices = [checkpoint, gpus, ranks]
     prepared = [download, download_told, out, merged_base]
 
     def arrive(request: gr.Request) -> list[Any]:
         return open_page(context, request, "Train one, then export it here.", ("export", "Choose another run"))
 
-    def prepare(name: str | None) -> dict[Any, Any]:
+    def prepare(name: str | None, checkpoint: str) -> dict[Any, Any]:
         if not name:
             return gr.skip()
         try:
             folder = find_adapter_run(context.root, name)
-            packed = pack_adapter(folder, Path(download.GRADIO_CACHE) / "adapters")
+            find_adapter_run(context.root, name, checkpoint)
+            packed = pack_adapter(folder, Path(download.GRADIO_CACHE) / "adapters", checkpoint)
         except ConfigError as error:
             return {download: gr.update(interactive=False), download_told: show_if_any(note(str(error), "error"))}
         label = f"Download the adapter ({show_bytes(packed.stat().st_size)})"
         return {
             download: gr.update(value=str(packed), label=label, interactive=True),
             download_told: show_if_any(""),
-            out: f"{name}-merged",
+            out: "-".join(filter(None, (name.replace("/", "-"), checkpoint, "merged"))),
             merged_base: gr.update(value=exporting.AS_TRAINED, visible=bool(find_quantization(read_options(folder)))),
         }
 
-    def refresh(seen: str, chosen: str | None) -> dict[Any, Any]:
+    def refresh(seen: str, chosen: str | None, started: str) -> dict[Any, Any]:
         known = context.jobs.list()[:_ALL_JOBS]
         ids = [one.id for one in known]
         chosen = chosen if chosen in ids else (ids[0] if ids else None)
         shown = next((one for one in known if one.id == chosen), None)
+        running = [one.id for one in known if one.state == "running"]
+        told = json.loads(started)
+        whole = list_merged(context.root)
         return parts.send(
             seen,
-            {
+            {kind: show_if_any(draw_started(told.get(kind), running)) for kind in _KINDS}
+            | {
                 "jobs": draw_jobs(known),
                 "one_job": gr.update(visible=bool(known)),
                 "job": gr.update(choices=[(name_job(one), one.id) for one in known], value=chosen),
                 "cancel": gr.update(interactive=shown is not None and shown.state == "running"),
                 "log": show_end(shown.log_path) if shown is not None else "",
-                "merged": gr.update(choices=[_ADAPTER_ITSELF, *exporting.list_merged(context.root)]),
+                "merged": gr.update(choices=[_ADAPTER_ITSELF, *whole]),
+                "unwanted": gr.update(choices=whole),
                 "login": draw_login(exporting.is_logged_in()),
             },
         )
 
-    def start(name: str | None, kind: str, find_words: Callable[[], list[str]]) -> tuple[Any, Any]:
+    def start(told: str, name: str | None, kind: str, find_words: Callable[[], list[str]]) -> list[Any]:
         try:
-            context.jobs.start(kind, name or "", find_words())
+            said = {"id": context.jobs.start(kind, name or "", find_words())}
         except ConfigError as error:
-            return show_if_any(note(show_paths(str(error)), "error")), gr.skip()
-        return show_if_any(note("Started; see Jobs below.")), None  # the newest job's log is shown
+            said = {"error": show_paths(str(error))}
+        # The newest job's log is shown; a refresh that ran meanwhile does not count.
+        return [json.dumps(json.loads(told) | {kind: said}), gr.skip() if "error" in said else None, "{}"]
 
     def start_merge(
+        told: str,
         name: str | None,
+        checkpoint: str,
         gpus: list[int],
         ranks: float | None,
         out: str,
@@ -150,27 +173,40 @@ def build(context: AppContext) -> None:
         repo: str,
         is_private: bool,
         base: str,
-    ) -> tuple[Any, Any]:
+    ) -> list[Any]:
         def find_words() -> list[str]:
             devices, base_words = find_device_words(gpus, ranks), exporting.MERGED_BASES[base]
-            asked = exporting.check_merge(context.root, name, out, dtype, devices, repo, is_private, base_words)
+            asked = exporting.check_merge(
+                context.root, name, out, dtype, devices, repo, is_private, base_words, checkpoint
+            )
             return merge_words(asked.run_folder, asked.out, asked.options)
 
-        return start(name, "merge", find_words)
+        return start(told, name, "merge", find_words)
 
-    def start_verify(name: str | None, gpus: list[int], ranks: float | None, merged: str) -> tuple[Any, Any]:
+    def start_verify(
+        told: str, name: str | None, checkpoint: str, gpus: list[int], ranks: float | None, merged: str
+    ) -> list[Any]:
         def find_words() -> list[str]:
-            model = None if merged == _ADAPTER_ITSELF else merged
-            return verify_words(*exporting.check_verify(context.root, name, model, find_device_words(gpus, ranks)))
+            model, devices = None if merged == _ADAPTER_ITSELF else merged, find_device_words(gpus, ranks)
+            return verify_words(*exporting.check_verify(context.root, name, model, devices, checkpoint))
 
-        return start(name, "verify", find_words)
+        return start(told, name, "verify", find_words)
 
-    def start_push(name: str | None, repo: str, is_private: bool) -> tuple[Any, Any]:
+    def start_push(told: str, name: str | None, checkpoint: str, repo: str, is_private: bool) -> list[Any]:
         def find_words() -> list[str]:
-            folder = find_adapter_run(context.root, name)
+            folder = find_adapter_run(context.root, name, checkpoint)
             return push_words(folder, exporting.check_repo(repo), is_private)
 
-        return start(name, "push", find_words)
+        return start(told, name, "push", find_words)
+
+    def delete_merged(name: str | None, typed: str) -> list[Any]:
+        try:
+            if not name or typed.strip() != name:
+                raise ConfigError(f"To delete it, choose it and type its name: {name or ''}")
+            control.delete_merged(context.root, name)
+        except ConfigError as error:
+            return [show_if_any(note(str(error), "error")), gr.skip(), gr.skip()]
+        return [show_if_any(note(f"Deleted: {name}")), None, ""]
 
     def end_job(chosen: str | None) -> Any:
         try:
@@ -179,17 +215,30 @@ def build(context: AppContext) -> None:
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
 
-    refreshed = {"fn": refresh, "inputs": [parts.seen, job], "outputs": parts.outputs} | QUIET
-    packing = {"fn": prepare, "inputs": run, "outputs": prepared} | QUIET
-    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed).then(**packing)
+    refreshed = {"fn": refresh, "inputs": [parts.seen, job, started], "outputs": parts.outputs} | QUIET
+    packing = {"fn": prepare, "inputs": [run, checkpoint], "outputs": prepared} | QUIET
+    offering = {"fn": lambda name: offer_checkpoints(context, name), "inputs": run, "outputs": checkpoint} | QUIET
+    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed).then(**offering).then(**packing)
     timer.tick(**refreshed)
-    run.input(**packing)
+    run.input(**offering).then(**packing)
+    checkpoint.input(**packing)
     job.input(**refreshed)
-    merging = [run, *devices, out, dtype, merge_repo, merge_private, merged_base]
-    merge.click(start_merge, merging, [merge_told, job], **QUIET).then(**refreshed)
-    verify.click(start_verify, [run, *devices, merged], [verify_told, job], **QUIET).then(**refreshed)
-    push.click(start_push, [run, repo, is_private], [push_told, job], **QUIET).then(**refreshed)
+    answered = [started, job, parts.seen]
+    merging = [started, run, *devices, out, dtype, merge_repo, merge_private, merged_base]
+    merge.click(start_merge, merging, answered, **QUIET).then(**refreshed)
+    verify.click(start_verify, [started, run, *devices, merged], answered, **QUIET).then(**refreshed)
+    push.click(start_push, [started, run, checkpoint, repo, is_private], answered, **QUIET).then(**refreshed)
+    delete.click(delete_merged, [unwanted, typed], [delete_told, unwanted, typed], **QUIET).then(**refreshed)
     cancel.click(end_job, job, cancel_told, **QUIET).then(**refreshed)
+
+
+def draw_started(told: dict[str, str] | None, running: Sequence[str]) -> str:
+    """Say how a click was answered: by a mistake, or by a job, until that has ended; nothing before a click."""
+    if told is None:
+        return ""
+    if "error" in told:
+        return note(told["error"], "error")
+    return note("Started; see Jobs below.") if told["id"] in running else ""
 
 
 def draw_jobs(jobs: Sequence[Job]) -> Markup:

@@ -6,21 +6,25 @@ takes the newest request once it is free.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gradio as gr
 
 from lorashard.config.methods import METHODS
+from lorashard.diagnostics.validate import WARNING
 from lorashard.errors import ConfigError
 from lorashard.runtime.gpus import list_gpus
 
 from ..app_context import AppContext
 from ..drawing import markup
-from ..drawing.plan_chart import describe_checkpointing, plan_chart
-from ..form.choices import list_datasets, list_models, list_runs
+from ..form.choices import RECIPE, RUN, Choices, list_recipes
+from ..form.finding import Finding, read_findings, tell
 from ..form.form import (
     MORE,
     NAME,
@@ -33,32 +37,34 @@ from ..form.form import (
     read_form,
     read_yaml_file,
 )
+from ..form.hub_search import HubSearch
 from ..reading.places import show_paths, write_path
+from .estimate_panel import EstimatePanel
+from .new_run_layout import FOCUS, REFILTER, SCRIPT, SHOW_PROBLEMS
 from .new_run_updates import (
     ask_model,
     ask_plan,
     ask_preview,
-    describe_rows,
     explain_first,
     fill_field,
-    highlight,
     list_others,
     merge,
+    place_problems,
     summarize,
     update_fields,
 )
 from .option_fields import list_gpu_choices, to_text
-from .plotting import CLASSES
+from .plan_panel import PlanPanel
+from .preview_panel import PreviewPanel
 from .refreshing import QUIET
 
-_PREVIEW_ROWS = 3
 _GPUS_EVERY_S = 15
+_NOTHING_SHOWN: dict[str, Any] = {"method": "sft", "problems": {}, "options": None}
 _OPEN_RUN = (
     "(name) => { if (name) setTimeout(() => { window.location.href = 'run?name=' + encodeURIComponent(name); }, 300); }"
 )
-
-PLAN_WAITS = "The plan appears once a model is chosen and all options are valid."
-PREVIEW_WAITS = "The first examples appear once a model and a dataset are chosen and all options are valid."
+# A reload is to show what has been changed since, and not the run of the address again.
+_FORGET_SOURCE = "() => { history.replaceState(history.state, '', location.pathname); return []; }"
 
 Components = dict[str, gr.components.Component]
 
@@ -70,15 +76,15 @@ class Parts:
     fields: Components
     source: gr.Dropdown
     load: gr.UploadButton
+    clear: gr.Button
     upload: gr.UploadButton
     find: gr.Dropdown
     loaded: gr.HTML
+    offline: gr.HTML
     model_note: gr.HTML
-    plan_status: gr.HTML
-    plan_chart: gr.HTML
-    plan_notes: gr.HTML
-    preview_status: gr.HTML
-    preview: gr.HighlightedText
+    plan: PlanPanel
+    estimate: EstimatePanel
+    preview: PreviewPanel
     summary: gr.HTML
     start: gr.Button
     check: gr.Button
@@ -87,74 +93,83 @@ class Parts:
     yaml: gr.Code
 
 
-def bind(context: AppContext, parts: Parts) -> None:
+def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
     """Add the page's events."""
     names, inputs = list(parts.fields), list(parts.fields.values())
-    shown = gr.State({"method": "sft", "problems": {}})
-    plan_question, preview_question, model_question = gr.State(None), gr.State(None), gr.State(None)
+    # What the fields show is the browser's to remember: a server that was started anew would take a problem for new.
+    shown = gr.Textbox(json.dumps(_NOTHING_SHOWN), visible="hidden")
+    key = hashlib.blake2b(str(context.root).encode(), digest_size=8).hexdigest()
+    kept = gr.BrowserState({}, storage_key=f"lorashard-form-{key}", secret="not a secret")
+    opened = gr.State([])  # the options that were chosen by the search
+    model_question = gr.State(None)
     started = gr.Textbox(visible="hidden")
+    is_starting, refused = gr.State(False), gr.State(Finding())
 
     def read(values: Sequence[Any]) -> Form:
         return read_form(
             {name: to_text(value) for name, value in zip(names, values, strict=True)}, context.root, context.allowed
         )
 
-    def refresh(before: dict[str, Any], *values: Any) -> list[Any]:
-        form = read(values)
+    def to_start(form: Form) -> list[str]:
+        return [form.name, form.to_yaml()]
+
+    def refresh(
+        seen: str,
+        opened: list[str],
+        is_starting: bool,
+        refused: Finding,
+        planned: Finding,
+        previewed: Finding,
+        *values: Any,
+    ) -> list[Any]:
+        form, before = read(values), json.loads(seen)
+        to_plan, to_preview = (None, None) if is_starting else (ask_plan(form), ask_preview(form))
+        told, is_waiting = read_findings([(to_plan, planned), (to_preview, previewed)])
+        told += [refused] if refused.question == to_start(form) else []
+        is_wrong = bool(form.problems or any(finding.problem for finding in told))
         texts = dict(zip(names, map(to_text, values), strict=True))
         method = form.method
-        now = {"method": method.name, "problems": {name: str(error) for name, error in form.problems.items()}}
+        problems, options = place_problems(form, told, parts.fields), form.to_yaml()
+        now = {"method": method.name, "problems": problems, "options": options, "opened": opened}
         updates = update_fields(parts.fields, before, now, texts)
         updates[NAME] = merge(updates[NAME], placeholder=form.name)
-        finds = (
-            gr.update(choices=list_others(parts.fields, method.name)) if before["method"] != method.name else gr.skip()
-        )
+        finds = gr.update(choices=list_others(method.name)) if before["method"] != method.name else gr.skip()
         return [
-            now,
-            ask_plan(form),
-            ask_preview(form),
-            ask_model(form),
+            json.dumps(now),
+            {name: text for name, text in texts.items() if text},
+            to_plan,
+            to_preview,
+            (to_plan, to_preview[1]) if to_plan and to_preview else None,
+            None if is_starting else ask_model(form),
             form.to_command(context.root),
-            form.to_yaml(),
-            summarize(form),
+            options,
+            gr.skip() if is_starting else summarize(form, told, is_waiting),
             finds,
+            gr.update(variant="secondary" if is_wrong else "primary"),
+            # What was checked was another run.
+            gr.update(elem_classes=["stale"]) if options != before["options"] else gr.skip(),
             *updates.values(),
         ]
 
-    outputs = [shown, plan_question, preview_question, model_question, parts.command, parts.yaml, parts.summary]
-    outputs += [parts.find, *inputs]
+    outputs = [
+        shown,
+        kept,
+        parts.plan.question,
+        parts.preview.question,
+        parts.estimate.question,
+        model_question,
+        parts.command,
+        parts.yaml,
+        parts.summary,
+    ]
+    outputs += [parts.find, parts.start, parts.checked, *inputs]
+    findings = [parts.plan.finding, parts.preview.finding]
     refreshing: dict[str, Any] = {
-        "fn": refresh, "inputs": [shown, *inputs], "outputs": outputs, "trigger_mode": "always_last", **QUIET,
+        "fn": refresh, "inputs": [shown, opened, is_starting, refused, *findings, *inputs], "outputs": outputs,
+        "trigger_mode": "always_last", **QUIET,
     }  # fmt: skip
     # Not `input`: Gradio's text fields do not send it for Backspace or pasted text.
-    gr.on([field.change for field in inputs], **refreshing)
-
-    stale = gr.update(elem_classes=[*CLASSES, "stale"])
-
-    def plan(question: list[str] | None) -> Iterator[list[Any]]:
-        if question is None:
-            yield [markup.note(PLAN_WAITS), stale, gr.skip()]
-            return
-        yield [markup.note("Planning \u2026"), stale, gr.skip()]
-        try:
-            found = context.worker.plan(question)
-        except ConfigError as error:
-            yield [markup.note(str(error), "error"), gr.update(visible=False), ""]
-            return
-        kind = "info" if found["chosen"] is not None else "error"
-        notes = markup.join(markup.tag("li", show_paths(note)) for note in found["notes"])
-        size = found["model"].rpartition(": ")[2]  # its name stands in the form
-        about = markup.tag("p", f"{size}; {found['cluster']}. The same on every rank.", class_="subdued")
-        line = describe_checkpointing(found)
-        recomputing = markup.tag("p", line) if line else ""
-        yield [
-            markup.note(show_paths(found["reason"]), kind),
-            gr.update(value=plan_chart(found).to_json(), visible=True, elem_classes=list(CLASSES)),
-            about + recomputing + markup.tag("ul", notes),
-        ]
-
-    plan_parts = [parts.plan_status, parts.plan_chart, parts.plan_notes]
-    plan_question.change(plan, plan_question, plan_parts, trigger_mode="always_last", **QUIET)
+    gr.on([part.change for part in (*inputs, *findings, is_starting)], **refreshing)
 
     def describe_model(name: str | None) -> str:
         if not name:
@@ -166,74 +181,64 @@ def bind(context: AppContext, parts: Parts) -> None:
 
     model_question.change(describe_model, model_question, parts.model_note, trigger_mode="always_last", **QUIET)
 
-    def preview(question: tuple[str, list[str]] | None) -> Iterator[list[Any]]:
-        if question is None:
-            yield [markup.note(PREVIEW_WAITS), gr.update(visible=False)]
-            return
-        method, words = question
-        if method != "sft":
-            yield [
-                markup.note(
-                    f"No preview for {method}: TRL tokenizes its examples itself. The check above reads them all."
-                ),
-                gr.update(visible=False),
-            ]
-            return
-        yield [markup.note("Reading the first examples \u2026"), gr.skip()]
-        try:
-            rows = context.worker.preview(words, _PREVIEW_ROWS)
-        except ConfigError as error:
-            yield [markup.note(str(error), "error"), gr.update(visible=False)]
-            return
-        yield [describe_rows(rows), gr.update(value=highlight(rows), visible=True)]
-
-    preview_question.change(
-        preview, preview_question, [parts.preview_status, parts.preview], trigger_mode="always_last", **QUIET
-    )
-
     def check(*values: Any) -> Iterator[Any]:
         form = read(values)
         if (wrong := explain_first(form)) is not None:
-            yield gr.update(value=wrong, visible=True)
+            yield gr.update(value=wrong, visible=True, elem_classes=[])
             return
         text = "Checking \u2026"
-        yield gr.update(value=text, visible=True)
+        yield gr.update(value=text, visible=True, elem_classes=[])
         lines: list[str] = []
         try:
             for line in context.worker.validate(form.to_words(context.root)):
-                lines.append(f"\u2713 {show_paths(line)}")
+                is_warning = line.startswith(WARNING)
+                mark = "\u26a0" if is_warning else "\u2713"
+                lines.append(f"{mark} {show_paths(line.removeprefix(WARNING))}")
                 yield gr.update(value="\n".join([*lines, text]), visible=True)
             lines.append("\u2713 All checks passed.")
         except ConfigError as error:
-            lines.append(f"\u2715 {show_paths(str(error))}")
+            lines.append(f"\u2715 {show_paths(tell(error, form.method))}")
         yield gr.update(value="\n".join(lines), visible=True)
 
     parts.check.click(check, inputs, parts.checked, trigger_mode="once", **QUIET)
 
-    def start(*values: Any) -> Iterator[list[Any]]:
-        form = read(values)
-        if (wrong := explain_first(form)) is not None:
-            yield ["", markup.note(wrong, "error")]
-            return
-        yield ["", markup.note("Starting \u2026")]
-        try:
-            context.start_run(form.name, form.to_yaml())
-        except ConfigError as error:
-            yield ["", markup.note(str(error), "error")]
-            return
-        link = markup.link("run", form.name, name=form.name)
-        yield [form.name, markup.tag("p", "Started: ", link, class_="note", role="status")]
+    questions = [parts.plan.question, parts.preview.question, parts.estimate.question, model_question]
 
-    starting = parts.start.click(start, inputs, [started, parts.summary], trigger_mode="once", **QUIET)
+    def start(*values: Any) -> Iterator[dict[Any, Any]]:
+        form = read(values)
+        if explain_first(form) is not None:
+            yield {started: ""}  # the summary tells it, maybe by now of other options: this answer may be late
+            return
+        # What plans holds a GPU's memory, which the run needs: questions that are still to be asked are taken back.
+        yield {started: "", parts.summary: markup.note("Starting \u2026"), is_starting: True} | dict.fromkeys(questions)
+        try:
+            is_suggested = not to_text(dict(zip(names, values, strict=True))[NAME]).strip()
+            name = context.start_run(form.name, form.to_yaml(), is_suggested)
+        except ConfigError as error:
+            yield {is_starting: False, refused: Finding.of_error(to_start(form), error)}
+            return
+        link = markup.link("run", name, name=name)
+        yield {started: name, parts.summary: markup.tag("p", "Started: ", link, class_="note", role="status")}
+
+    outcome = [started, parts.summary, is_starting, refused, *questions]
+    starting = parts.start.click(start, inputs, outcome, trigger_mode="once", **QUIET)
     starting.then(None, started, None, js=_OPEN_RUN)
+    starting.then(None, None, None, js=SHOW_PROBLEMS)
+
+    empty = {name: to_text(field.value) for name, field in parts.fields.items()}
 
     def fill(values: Mapping[str, Any], said: str) -> list[Any]:
         texts = fill_fields(values, [name for name in names if name != NAME])
+        texts["cpu"] = texts["cpu"] or ("" if texts["gpus"] else empty["cpu"])
         gpus = list_gpus()
         return [markup.note(said), *(fill_field(name, texts.get(name, ""), gpus) for name in names)]
 
     def refuse(error: ConfigError) -> list[Any]:
         return [markup.note(str(error), "error"), *(gr.skip() for _ in names)]
+
+    def fill_kept(texts: Mapping[str, str]) -> list[Any]:
+        gpus = list_gpus()
+        return ["", *(fill_field(name, str(texts.get(name, "")), gpus) for name in names)]
 
     def load(path: str) -> list[Any]:
         file = Path(path)
@@ -242,53 +247,119 @@ def bind(context: AppContext, parts: Parts) -> None:
         except ConfigError as error:
             return refuse(error)
 
-    def clone(name: str | None) -> list[Any]:
-        if not name:
+    def begin(source: str | None) -> list[Any]:
+        if not source:
             return [gr.skip()] * (1 + len(names))
+        name = source.removeprefix(RECIPE).removeprefix(RUN)
         try:
+            if source.startswith(RECIPE) and (path := list_recipes().get(name)) is not None:
+                return fill(read_yaml_file(path), f"Options of the recipe {name}.")
             return fill(clone_run(context.root, name), f"Options copied from the run {name}.")
         except ConfigError as error:
             return refuse(error)
 
     filled = [parts.loaded, *inputs]
-    parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **QUIET)
-    parts.source.input(clone, parts.source, filled, trigger_mode="always_last", **QUIET)
+    # A field that is not shown tells of no change, so what fills in the form asks for the rest itself.
+    parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **QUIET).then(**refreshing)
+    parts.source.input(begin, parts.source, filled, trigger_mode="always_last", **QUIET).then(**refreshing)
+    parts.clear.click(lambda: fill_kept(empty), None, filled, **QUIET).then(**refreshing)
 
     def keep(path: str | None) -> list[Any]:
         try:
-            kept = keep_upload(Path(path or ""), context.root)
+            stored = keep_upload(Path(path or ""), context.root)
         except ConfigError as error:
             return [markup.note(str(error), "error"), gr.skip()]
-        return [markup.note(f"{kept.name} is stored with the runs."), gr.update(value=write_path(str(kept)))]
+        said = markup.note(f"{stored.name} is stored with the runs.")
+        return [said, gr.update(value=write_path(str(stored)), choices=choices.datasets())]
 
     dataset = parts.fields["dataset"]
     parts.upload.upload(keep, parts.upload, [parts.loaded, dataset], trigger_mode="always_last", **QUIET)
 
-    def add_option(name: str | None, more: str, method: str) -> list[Any]:
-        option = list_choosable(METHODS[method or "sft"]).get(name or "")
+    def add_option(name: str | None, opened: list[str], more: str, method: str) -> list[Any]:
+        chosen = METHODS[method or "sft"]
+        option = list_choosable(chosen).get(name or "")
+        updates = dict.fromkeys(names, gr.skip())
         if option is None:
-            return [gr.skip(), gr.skip()]
-        default, help_text = describe_option(option, METHODS[method or "sft"])
-        line = f"{option.name}: {default}"
-        return [
-            gr.update(info=f"{option.name}: {help_text}", value=None),
-            "\n".join([*more.rstrip().splitlines(), line]),
-        ]
+            return [gr.skip(), gr.skip(), gr.skip(), *updates.values()]
+        if option.name in parts.fields:
+            updates[option.name] = gr.update(visible=True)
+            opened = list(dict.fromkeys([*opened, option.name]))
+        else:
+            updates[MORE] = "\n".join(
+                [*more.rstrip().splitlines(), f"{option.name}: {describe_option(option, chosen)[0]}"]
+            )
+        field = option.name if option.name in parts.fields else MORE
+        return [gr.update(value=None), opened, field, *updates.values()]
 
-    more = parts.fields[MORE]
-    parts.find.input(add_option, [parts.find, more, parts.fields["method"]], [parts.find, more], **QUIET)
+    more, added = parts.fields[MORE], gr.Textbox(visible="hidden")
+    adding = parts.find.input(
+        add_option, [parts.find, opened, more, parts.fields["method"]], [parts.find, opened, added, *inputs], **QUIET
+    )
+    adding.then(None, added, None, js=FOCUS)
 
-    def arrive(request: gr.Request) -> list[Any]:
-        source, runs = request.query_params.get("from"), list_runs(context.root)
-        said, *fields = clone(source)
+    def arrive(texts: dict[str, str], request: gr.Request) -> list[Any]:
+        source = request.query_params.get("from")
+        with suppress(OSError):  # a name that is too long
+            if (context.root / texts.get(NAME, "")).exists():  # it was started, and another run needs another name
+                texts = {name: text for name, text in texts.items() if name != NAME}
+        said, *fields = fill_kept(texts or empty)
+        if source:
+            try:
+                said, *fields = fill(clone_run(context.root, source), f"Options copied from the run {source}.")
+            except ConfigError as error:
+                said = markup.note(str(error), "error")
         updates = dict(zip(names, fields, strict=True))
-        updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=list_models(context.root))
-        updates["dataset"] = merge(updates["dataset"], choices=list_datasets(context.root))
-        return [gr.update(choices=runs, value=source if source in runs else None), said, *updates.values()]
+        updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=choices.models())
+        updates["dataset"] = merge(updates["dataset"], choices=choices.datasets())
+        sources = choices.sources()
+        value = source and RUN + source
+        found = value if value in [name for _, name in sources] else None
+        return [gr.update(choices=sources, value=found), said, *updates.values()]
 
     page = gr.context.Context.root_block
     assert page is not None
-    page.load(arrive, None, [parts.source, *filled], **QUIET).then(**refreshing)
+    arriving = page.load(arrive, kept, [parts.source, *filled], **QUIET)
+    arriving.then(None, None, None, js=_FORGET_SOURCE).then(**refreshing)
+    parts.plan.taken.then(**refreshing)
+    page.load(None, None, None, js=SCRIPT)
+    _bind_completion(choices, parts)
     if list_gpus():
         timer = gr.Timer(_GPUS_EVERY_S)
         timer.tick(lambda: gr.update(choices=list_gpu_choices(list_gpus())), None, parts.fields["gpus"], **QUIET)
+
+
+def _bind_completion(choices: Choices, parts: Parts) -> None:
+    """Offer how a path or a Hub id that is being typed may go on: at once what is here, then what the Hub has."""
+    hub = HubSearch()
+
+    def say_why_off() -> str:
+        return markup.tag("p", hub.why_off, class_="subdued") if hub.why_off else ""
+
+    def bind_field(name: str, kind: Literal["models", "datasets"]) -> None:
+        field, list_known = parts.fields[name], choices.models if kind == "models" else choices.datasets
+        offered = gr.State({})  # a set in order, only added to: an open list cannot lose what it shows
+        typed = gr.State("")
+
+        def add(before: dict[str, None], found: list[str]) -> dict[str, Any]:
+            if before.keys() >= set(found):
+                return gr.skip()
+            before.update(dict.fromkeys(found))
+            return gr.update(choices=[*dict.fromkeys([*list_known(), *before])])
+
+        def complete(before: dict[str, None], event: gr.KeyUpData) -> list[Any]:
+            text = event.input_value or ""
+            return [text, add(before, choices.complete(text, kind == "models"))]
+
+        def search(text: str, before: dict[str, None]) -> list[Any]:
+            return [add(before, hub.find(kind, text)), say_why_off()]
+
+        show: dict[str, Any] = {"fn": None, "js": REFILTER % name}
+        # Each key, since Gradio would send an old one with `always_last`; the Hub is asked for the last of them.
+        field.key_up(complete, offered, [typed, field], trigger_mode="multiple", **QUIET).then(**show)
+        if not hub.why_off:
+            outputs = [field, parts.offline]
+            typed.change(search, [typed, offered], outputs, trigger_mode="always_last", **QUIET).then(**show)
+
+    parts.offline.value = say_why_off()
+    bind_field("model_name_or_path", "models")
+    bind_field("dataset", "datasets")

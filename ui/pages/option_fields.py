@@ -23,16 +23,16 @@ def make_field(name: str, option: Option, method: Method, **properties: Any) -> 
     default, _ = describe_option(option, method)
     label = properties.get("label", name)
     properties = {"label": label, "info": explain(option, method, has_name=label != name)} | properties
-    properties["elem_id"] = f"option-{name}"
+    properties |= {"elem_id": f"option-{name}", "elem_classes": ["option"]}
     choices = list(option.choices) or (["true", "false"] if "bool" in option.kinds else [])
     if choices and not option.kinds & {"int", "float", "list", "dict"} and not _takes_text(option):
         shown = [(f"default ({default})" if default else "default", ""), *((choice, choice) for choice in choices)]
         return gr.Dropdown(shown, value="", **properties)
-    return gr.Textbox(value="", placeholder=default, max_lines=4, **properties)
+    return gr.Textbox(**({"value": "", "placeholder": default, "max_lines": 4} | properties))
 
 
 def explain(option: Option, method: Method, has_name: bool = False) -> str:
-    """Return what stands above an option's field."""
+    """Return what the tooltip of an option's field says."""
     default, help_text = describe_option(option, method)
     if len(help_text) > _MAX_INFO_LETTERS:
         help_text = help_text[:_MAX_INFO_LETTERS].rsplit(" ", 1)[0] + " ..."
@@ -41,7 +41,7 @@ def explain(option: Option, method: Method, has_name: bool = False) -> str:
 
 
 def show_problem(problem: str) -> str:
-    """Return what stands above a field that is wrong, in place of its explanation.
+    """Return what stands above a field that is wrong, in place of its tooltip.
 
     Gradio makes links of `[text](address)` there, and this quotes what somebody wrote.
     """

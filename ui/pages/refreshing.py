@@ -48,9 +48,13 @@ class Parts:
         return changed | {self.seen: json.dumps(digests)} if changed else gr.skip()
 
 
-def make_html(value: str = "", js_on_load: str | None = None, visible: bool = True) -> gr.HTML:
+def make_html(
+    value: str = "", js_on_load: str | None = None, visible: bool = True, elem_id: str | None = None
+) -> gr.HTML:
     """Return a component for markup, styled by `style` and not as Gradio's prose."""
-    return gr.HTML(value, js_on_load=js_on_load, visible=visible, apply_default_css=False, elem_classes="markup")
+    return gr.HTML(
+        value, js_on_load=js_on_load, visible=visible, elem_id=elem_id, apply_default_css=False, elem_classes="markup"
+    )
 
 
 def show_if_any(text: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,26 +14,34 @@ from lorashard.errors import ConfigError
 
 from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_bars, draw_curves
-from ..drawing.markup import join
+from ..drawing.markup import facts, figures, join
+from ..drawing.run_facts import describe_placement, list_facts, list_figures
 from ..reading.runs import RunReader
+from ..reading.series import Span, to_finite
 from ..reading.states import LAUNCHER_LOG
-from . import run_controls, run_markup
+from . import run_controls, run_figures, run_markup
 from .log_box import make_log
-from .plotting import load_plotly, make_chart
+from .plotting import load_plotly, make_chart, make_charts, write_charts
 from .refreshing import QUIET, Parts, make_html, show_if_any
 from .run_markup import ALL_PROMPTS
+from .titles import make_title
 
 _LIVE_S = 2.0
 _OVER_S = 15.0
 _MOST_POINTS = 500
 _LAUNCHER: Literal["launcher"] = "launcher"
-_CHARTS = {  # of a part's name: the series, the label
-    "loss": (("loss", "eval_loss"), "Loss"),
-    "learning_rate": (("learning_rate",), "Learning rate"),
-    "grad_norm": (("grad_norm",), "Gradient norm"),
-    "tokens_per_s": (("tokens_per_s",), "Tokens per second"),
-}
-_NOISY = ("loss", "grad_norm", "tokens_per_s")  # the others are not smoothed
+_LABELS = {"grad_norm": "Gradient norm", "tokens_per_s": "Tokens per second", "num_tokens": "Tokens, over all resumes"}
+_FIRST_CHARTS = ["loss", "learning_rate", "grad_norm", "tokens_per_s"]
+_UNCHARTED = ("time", "step")
+_EVAL = "eval_"  # an evaluation's number is drawn beside the training's
+_SMOOTH = ("learning_rate", "num_tokens", "epoch")  # as they are
+# A reload shows the same tab.
+_NOTE_TAB = """() => {
+  const words = new URLSearchParams(location.search);
+  words.set('tab', 'KEY');
+  history.replaceState(history.state, '', '?' + words);
+  return 'KEY';
+}"""
 
 
 def build(context: AppContext) -> None:
@@ -40,31 +50,40 @@ def build(context: AppContext) -> None:
     shown = gr.Textbox(visible=False, value="curves")  # the tab
     timer = gr.Timer(_LIVE_S)
     load_plotly()
+    title = make_title()
     missing = make_html(visible=False)
     with gr.Column(visible=False) as body:
         header = make_html()
-        alerts = make_html(visible=False)
+        figures = make_html()
         progress = make_html()
         controls = run_controls.Controls(context, name)
-        with gr.Tabs():
+        alerts = make_html(visible=False)  # below the buttons, which stay where they are
+        facts = make_html()
+        with gr.Tabs() as all_tabs:
             with gr.Tab("Curves", id="curves") as curves_tab:
                 with gr.Row():
                     smoothing = gr.Slider(
-                        0, 0.99, 0.6, step=0.01, label="Smoothing", info="0 shows the values as logged"
+                        0, 0.99, 0.6, step=0.01, label="Smoothing", info="0 shows the values as logged", min_width=200
                     )
-                    is_log = gr.Checkbox(label="Logarithmic loss axis")
-                plots = {"loss": make_chart("Loss")}
-                with gr.Row():
-                    for key, (_, label) in list(_CHARTS.items())[1:]:
-                        with gr.Column(min_width=300):
-                            plots[key] = make_chart(label)
+                    is_log = gr.Checkbox(label="Logarithmic loss axis", min_width=180)
+                shown_charts = gr.Dropdown(
+                    _FIRST_CHARTS,
+                    value=_FIRST_CHARTS,
+                    multiselect=True,
+                    allow_custom_value=True,  # the choices come with the run
+                    label="Charts",
+                    info="Choose from everything that the run has logged",
+                )
+                charts = make_charts()
+                zooms = gr.Textbox(visible=False, value="{}")
             with gr.Tab("Ranks", id="ranks") as ranks_tab:
                 ranks = make_html()
                 with gr.Row():
                     with gr.Column(min_width=300):
                         memory = make_chart("Memory per rank")
                     with gr.Column(min_width=300):
-                        waits = make_chart("Time waiting for gathers")
+                        shares = make_chart("Share of the time waiting for gathers")
+                waits = make_chart("Time waiting for gathers")
             with gr.Tab("Logs", id="logs") as logs_tab:
                 with gr.Row():
                     log_of = gr.Dropdown([], value=None, label="Log of", min_width=140, scale=1)
@@ -77,15 +96,19 @@ def build(context: AppContext) -> None:
                 prompt = gr.Dropdown([ALL_PROMPTS], value=ALL_PROMPTS, label="Prompt")
                 samples = make_html()
             with gr.Tab("Set-up", id="setup") as setup_tab:
+                make_html("<h2>Options that differ from the defaults</h2>")
+                chosen = make_html()
                 checkpoints = make_html()
-                config = gr.Code(language="yaml", label="Options", interactive=False, lines=8, max_lines=30)
+                config = gr.Code(language="yaml", label="All options", interactive=False, lines=8, max_lines=30)
     parts = Parts(
-        timer=timer, missing=missing, body=body, header=header, alerts=alerts, progress=progress,
-        ranks=ranks, memory=memory, waits=waits, log_of=log_of, log=log, prompt=prompt, samples=samples,
-        checkpoints=checkpoints, config=config, **controls.parts, **plots,
+        timer=timer, missing=missing, body=body, title=title, header=header, figures=figures, progress=progress,
+        alerts=alerts, facts=facts, shown_charts=shown_charts, charts=charts, ranks=ranks, memory=memory,
+        shares=shares, waits=waits, log_of=log_of, log=log, prompt=prompt, samples=samples, chosen=chosen,
+        checkpoints=checkpoints, config=config, **controls.parts,
     )  # fmt: skip
 
-    inputs = [parts.seen, name, shown, controls.pressed, smoothing, is_log, log_of, query, follow, prompt]
+    inputs = [parts.seen, name, shown, controls.pressed, smoothing, is_log, shown_charts, zooms, log_of, query]
+    inputs += [follow, prompt]
 
     def refresh(
         seen: str,
@@ -94,6 +117,8 @@ def build(context: AppContext) -> None:
         pressed: str,
         smoothing: float,
         is_log: bool,
+        shown_charts: list[str],
+        zooms: str,
         log_of: str | None,
         query: str,
         follow: bool,
@@ -106,7 +131,7 @@ def build(context: AppContext) -> None:
             reader = context.runs.get(name)
             values = _show_top(context, reader, pressed)
             if tab == "curves":
-                values |= _show_curves(reader, smoothing, is_log)
+                values |= _show_curves(reader, smoothing, is_log, shown_charts, _read_zooms(zooms))
             elif tab == "ranks":
                 values |= _show_ranks(reader)
             elif tab == "logs" and (follow or is_asked):
@@ -114,6 +139,7 @@ def build(context: AppContext) -> None:
             elif tab == "samples":
                 values |= _show_samples(reader, prompt)
             elif tab == "setup":
+                values |= {"chosen": run_figures.draw_chosen(reader.options())}
                 values |= {"checkpoints": run_markup.draw_checkpoints(reader.checkpoints())}
                 values |= {"config": reader.config_yaml()}
         except ConfigError:
@@ -122,46 +148,91 @@ def build(context: AppContext) -> None:
 
     asked = {"fn": partial(refresh, is_asked=True), "inputs": inputs, "outputs": parts.outputs} | QUIET
 
-    def read_name(request: gr.Request) -> tuple[str, Any]:
-        asked_for = request.query_params.get("name", "")
-        return asked_for, gr.skip() if asked_for else show_if_any(run_markup.draw_missing(""))
-
-    gr.on(None, read_name, None, [name, missing], **QUIET).then(**asked)
-    timer.tick(refresh, inputs, parts.outputs, **QUIET)
     tabs = {"curves": curves_tab, "ranks": ranks_tab, "logs": logs_tab, "samples": samples_tab, "setup": setup_tab}
+
+    def read_address(request: gr.Request) -> list[Any]:
+        asked_for, tab = request.query_params.get("name", ""), request.query_params.get("tab", "")
+        told = gr.skip() if asked_for else show_if_any(run_markup.draw_missing(""))
+        return [asked_for, told, *((tab, gr.update(selected=tab)) if tab in tabs else (gr.skip(), gr.skip()))]
+
+    def zoom(zooms: str, event: gr.EventData) -> str:
+        return json.dumps(add_zoom(_read_zooms(zooms), event.name, event.span))
+
+    gr.on(None, read_address, None, [name, missing, shown, all_tabs], **QUIET).then(**asked)
+    timer.tick(refresh, inputs, parts.outputs, **QUIET)
     for key, tab in tabs.items():
-        tab.select(None, None, shown, js=f"() => '{key}'", show_progress="hidden").then(**asked)
+        tab.select(None, None, shown, js=_NOTE_TAB.replace("KEY", key), show_progress="hidden").then(**asked)
+    charts.zoom(zoom, zooms, zooms, **QUIET).then(**asked)
+    shown_charts.input(**asked)
     smoothing.change(**asked)
     is_log.change(**asked)
     log_of.input(**asked)
     query.change(**asked)
     prompt.input(**asked)
-    controls.connect(asked)
+    controls.connect(asked, parts.seen)
+
+
+def add_zoom(zooms: Mapping[str, Span], name: Any, span: Any) -> dict[str, Span]:
+    """Return the spans of the charts that are zoomed, after one has changed.
+
+    Args:
+        zooms: by name of a chart.
+        name, span: as a browser sends them; a span that is none ends the zoom.
+    """
+    ends = [number for number in span if to_finite(number) is not None] if isinstance(span, list) else []
+    kept = {chart: old for chart, old in zooms.items() if chart != name}
+    is_span = isinstance(name, str) and len(ends) == 2
+    return kept | {name: (float(min(ends)), float(max(ends)))} if is_span else kept
+
+
+def _read_zooms(text: str) -> dict[str, Span]:
+    return {chart: (begin, end) for chart, (begin, end) in json.loads(text).items()}
 
 
 def _show_top(context: AppContext, reader: RunReader, pressed: str) -> dict[str, Any]:
-    summary = reader.summary()
+    summary, progress = reader.summary(), reader.progress()
     return {
         "timer": gr.update(value=_LIVE_S if summary.is_live else _OVER_S),
         "missing": gr.update(visible=False),
         "body": gr.update(visible=True),
+        "title": run_figures.write_title(summary),
         "header": run_markup.draw_header(summary),
-        "alerts": show_if_any(run_markup.draw_alerts(summary, reader.alerts())),
-        "progress": run_markup.draw_progress(summary, reader.progress()),
+        "figures": figures(list_figures(summary, progress, reader.ranks(), reader.num_tokens())),
+        "progress": run_markup.draw_progress(summary, progress),
+        "alerts": show_if_any(run_markup.draw_alerts(reader.alerts())),
+        "facts": facts(list_facts(summary, describe_placement(reader.plan(), reader.options()))),
     } | run_controls.show_controls(context, reader, summary, pressed)
 
 
-def _show_curves(reader: RunReader, smoothing: float, is_log: bool) -> dict[str, Any]:
-    series = reader.series([name for names, _ in _CHARTS.values() for name in names], _MOST_POINTS, smoothing)
+def _show_curves(
+    reader: RunReader, smoothing: float, is_log: bool, shown: Sequence[str], zooms: Mapping[str, Span]
+) -> dict[str, Any]:
+    logged = [name for name in reader.series_names() if name not in _UNCHARTED]
+    charts = list(dict.fromkeys(_find_chart(name, logged) for name in logged))
+    choices = [name for name in _FIRST_CHARTS if name in charts]
+    choices += [name for name in charts if name not in choices]
+    drawn = [name for name in shown if name in choices] or ["loss"]
+    spans = {name: zooms[chart] for chart in drawn if chart in zooms for name in (chart, _EVAL + chart)}
+    series = reader.series([name for chart in drawn for name in (chart, _EVAL + chart)], _MOST_POINTS, smoothing, spans)
     figures = {}
-    for key, (names, _) in _CHARTS.items():
+    for chart in drawn:
         curves = [
-            Curve(name.replace("_", " "), xs, ys, smoothed if smoothing and name in _NOISY else ())
+            Curve(name.replace("_", " "), xs, ys, smoothed if smoothing and chart not in _SMOOTH else ())
             for name, (xs, ys, smoothed) in series.items()
-            if name in names and len(xs)
+            if name in (chart, _EVAL + chart) and len(xs)
         ]
-        figures[key] = draw_curves(curves, "step", "", is_log and key == "loss", reader.name, key == "tokens_per_s")
-    return figures
+        is_from_zero = chart in ("tokens_per_s", "num_tokens")
+        figure = draw_curves(
+            curves, "step", "", is_log and chart == "loss", reader.name, is_from_zero, spans.get(chart)
+        )
+        figures[chart] = (_LABELS.get(chart, chart.replace("_", " ").capitalize()), figure)
+    return {"shown_charts": gr.update(choices=choices or _FIRST_CHARTS), "charts": write_charts(figures)}
+
+
+def _find_chart(name: str, logged: Sequence[str]) -> str:
+    """Return the chart that a number is drawn in: an evaluation's in that of the training's."""
+    base = name.removeprefix(_EVAL)
+    return base if base in logged else name
 
 
 def _show_ranks(reader: RunReader) -> dict[str, Any]:
@@ -174,10 +245,12 @@ def _show_ranks(reader: RunReader) -> dict[str, Any]:
     is_on_cpu = any(row.cpu_percent is not None for row in rows)
     name = "planned, without libraries" if is_on_cpu else "planned"
     line = (name, max(planned) / 2**30) if planned else None
+    shares = {"recently": [row.wait_share and 100 * row.wait_share for row in rows]}
     waits = [Curve(f"rank {rank}", xs, ys) for rank, (xs, ys) in reader.rank_series("wait_s", _MOST_POINTS).items()]
     return {
         "ranks": run_markup.draw_ranks(rows, time.time(), reader.summary().is_live),
         "memory": draw_bars([row.rank for row in rows], bars, line, "GiB"),
+        "shares": draw_bars([row.rank for row in rows], shares, None, "%"),
         "waits": draw_curves(waits, "step", "seconds, total", revision=reader.name, is_from_zero=True),
     }
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from lorashard.runs.root import is_job
 from lorashard.runtime.disk import show_bytes
 
-from ..drawing.markup import Markup, badge, facts, join, link, note, table, tag
-from ..drawing.wording import NONE, show_ago, show_count, show_duration, show_number, show_time
+from ..drawing.markup import Markup, badge, join, link, note, table, tag
+from ..drawing.rank_cells import RANK_HEADERS, write_rank
+from ..drawing.wording import show_count, show_time
 from ..reading.alerts import Alert
 from ..reading.checkpoints import CheckpointRow
 from ..reading.eta import Progress
@@ -16,6 +19,7 @@ from ..reading.places import show_paths
 from ..reading.ranks import RankRow
 from ..reading.samples import Sample
 from ..reading.summaries import Summary
+from ..reading.sweeps import is_sweep
 
 _PHASES = ("download", "tokenize", "load", "train", "evaluate", "save")
 _PREPARING = 3  # of the phases, those before the training, each of which comes once
@@ -39,23 +43,8 @@ def draw_missing(name: str) -> Markup:
 
 
 def draw_header(summary: Summary) -> Markup:
-    """Return the run's name, state and main facts."""
-    title = tag("div", tag("h1", summary.name), badge(summary.state), class_="run-title")
-    step = f"{show_count(summary.step)} of {show_count(summary.max_steps)}" if summary.max_steps else NONE
-    quantization = [("quantization", summary.quantization)] if summary.quantization else []
-    pairs = [
-        ("model", show_paths(summary.model or NONE)),
-        *quantization,
-        ("dataset", show_paths(summary.dataset or NONE)),
-        ("method", summary.method or NONE),
-        ("ranks", show_count(summary.num_ranks)),
-        ("step", step),
-        ("loss", show_number(summary.loss)),
-        ("eval loss", show_number(summary.eval_loss)),
-        ("tokens/s", show_count(summary.tokens_per_s)),
-        ("started", show_time(summary.begin_s)),
-    ]
-    return join((title, facts(pairs)))
+    """Return the run's name and state."""
+    return tag("div", tag("h1", summary.name), badge(summary.state), class_="run-title")
 
 
 def draw_progress(summary: Summary, progress: Progress) -> Markup:
@@ -83,7 +72,7 @@ def draw_progress(summary: Summary, progress: Progress) -> Markup:
     return join((tag("ol", *items, class_="phases"), bar, tag("p", progress.sentence, class_="bar-sentence")))
 
 
-def draw_alerts(summary: Summary, alerts: Sequence[Alert]) -> Markup:
+def draw_alerts(alerts: Sequence[Alert]) -> Markup:
     """Return the alerts, the worst first, each with its rank and step."""
     notes = []
     for alert in alerts:
@@ -92,8 +81,6 @@ def draw_alerts(summary: Summary, alerts: Sequence[Alert]) -> Markup:
         kind = "error" if alert.severity == "error" else "warning" if alert.severity == "warning" else "info"
         sentence = show_paths(alert.sentence)
         notes.append(note(join((tag("strong", place, ": "), sentence)) if place else sentence, kind))
-    if summary.error and not any(summary.error in alert.sentence for alert in alerts):
-        notes.insert(0, note(show_paths(summary.error), "error" if summary.state == "failed" else "warning"))
     return join(notes)
 
 
@@ -101,23 +88,8 @@ def draw_ranks(rows: Sequence[RankRow], now_s: float, is_live: bool) -> Markup:
     """Return a table of all ranks."""
     if not rows:
         return note("No metrics from any rank yet: each rank writes a line at every logged step.")
-    headers = ("rank", "state", "memory now", "peak", "planned", "gather wait", "utilization", "temperature", "step")
-    cells = [
-        (
-            str(row.rank),
-            row.state,
-            _show_bytes(row.memory_bytes),
-            _show_peak(row),
-            _show_bytes(row.planned_bytes),
-            _show_wait(row),
-            _show_use(row),
-            NONE if row.temperature_c is None else f"{row.temperature_c:.0f} \u00b0C",
-            show_count(row.step),
-            show_ago(row.update_s, now_s) if is_live else show_time(row.update_s),
-        )
-        for row in rows
-    ]
-    drawn = table((*headers, "last update"), cells, "Every rank", num_text=2, class_="cards")
+    cells = [write_rank(row, now_s, is_live) for row in rows]
+    drawn = table(RANK_HEADERS, cells, "Every rank", num_text=2, class_="cards")
     if not any(row.cpu_percent is not None for row in rows):
         return drawn
     about = "On the CPU, memory is that of the whole process with its libraries, which the plan does not count."
@@ -154,33 +126,39 @@ def draw_checkpoints(checkpoints: Sequence[CheckpointRow]) -> Markup:
     return table(("checkpoint", "state", "saved", "step", "size"), rows, "Checkpoints", num_text=3, class_="cards")
 
 
-def draw_answer(pressed: str, summary: Summary, checkpoints: Sequence[CheckpointRow]) -> Markup:
-    """Report on the button that was pressed last.
+def draw_answer(pressed: str, summary: Summary, checkpoints: Sequence[CheckpointRow], is_at_once: bool) -> Markup:
+    """Say what the run does for a button that was pressed, in this tab or elsewhere.
 
     Args:
-        pressed: JSON of `word` (stop, stop_now, save, resume, delete), `saved`, which is the step of the newest
-            checkpoint when it was pressed, and `error` where it failed.
+        pressed: in this tab; JSON of `word` (stop, stop_now, save, resume, delete), `saved`, which is the step of the
+            newest checkpoint when it was pressed, `begin_s` of the run's start and its `state` then, and `error` where
+            it failed. A reply holds for that start of the run alone.
+        is_at_once: whether a run that is stopping does not save.
     """
     said = json.loads(pressed) if pressed else {}
-    word = said.get("word")
-    if said.get("error"):
+    is_of_this_start = (summary.begin_s or 0.0) <= (said.get("begin_s") or 0.0)
+    if said.get("error") and is_of_this_start and said.get("state") == summary.state:
         return note(said["error"], "error")
-    is_live = summary.is_live
-    if word == "stop":
-        going = "Stopping: it saves a checkpoint at the end of this step, then ends."
-        return note(going if is_live else f"Ended at step {show_count(summary.step)}.")
-    if word == "stop_now":
-        return note("Stopping all ranks." if is_live else "All ranks have ended.")
-    if word == "save":
-        new = [point for point in checkpoints if point.step > said.get("saved", -1)]
-        if new:
-            return note(f"Saved: {max(new, key=lambda point: point.step).name}.")
-        if is_live:
-            return note("Saving at the end of this step; training continues.")
-        return note("The run ended before it could save.", "warning")
-    if word == "resume" and summary.state == "starting":
-        return note("Resuming: starting the ranks.")
-    return Markup("")
+    if summary.state == "stopping":
+        return _draw_stopping(summary, is_at_once)
+    if summary.state == "starting" and summary.step:
+        return note(f"Resuming from step {show_count(summary.step)}: starting the ranks.")
+    if said.get("word") != "save" or not is_of_this_start:
+        return Markup("")
+    new = [point for point in checkpoints if point.step > said.get("saved", -1)]
+    if new:
+        return note(f"Saved: {max(new, key=lambda point: point.step).name}.")
+    if summary.is_live:
+        return note("Saving at the end of this step; training continues.")
+    return note("The run ended before it could save.", "warning")
+
+
+def _draw_stopping(summary: Summary, is_at_once: bool) -> Markup:
+    if is_at_once:
+        return note("Stopping all ranks at once: nothing is saved.")
+    if summary.phase in ("train", "evaluate", "save"):
+        return note("Stopping: it saves a checkpoint at the end of this step, then ends.")
+    return note("Ending: its processes leave.")
 
 
 def draw_reason(reason: str | None) -> Markup:
@@ -188,38 +166,23 @@ def draw_reason(reason: str | None) -> Markup:
     return Markup("") if reason is None else tag("p", "Cannot be resumed: ", reason, class_="subdued")
 
 
-def draw_links(summary: Summary, has_adapter: bool) -> Markup:
+def draw_links(summary: Summary, folder: Path, has_adapter: bool) -> Markup:
     """Return links to the other pages for this run; its adapter may be in a checkpoint."""
-    words = [link("new", "Clone", "button", **{"from": summary.name})]
+    sweep = summary.name.partition("/")[0]
+    words = [link("sweep", "Jobs" if is_sweep(folder) else "Sweep", "button", name=sweep)] if _is_of(folder) else []
+    words += [link("run", "Ranks and logs", "button", name=sweep, tab="logs")] if is_sweep(folder) else []
+    words += [link("new", "Clone", "button", **{"from": summary.name})]
     if has_adapter:
         words += [link(page, page.capitalize(), "button", run=summary.name) for page in ("chat", "export")]
     words.append(link("compare", "Compare", "button", runs=summary.name))
     return tag("nav", *words, class_="links", aria_label="this run elsewhere")
 
 
+def _is_of(folder: Path) -> bool:
+    """Tell whether a folder is that of a sweep, or of one of its jobs."""
+    return is_sweep(folder) or is_job(folder)
+
+
 def _table_of_samples(first: str, rows: Sequence[tuple[str, str]], caption: str) -> Markup:
     cells = [(tag("div", a, class_="said"), tag("div", b, class_="said")) for a, b in rows]
     return table((first, "answer"), cells, caption, num_text=2)
-
-
-def _show_bytes(num_bytes: float | None) -> str:
-    return NONE if num_bytes is None else show_bytes(int(num_bytes))
-
-
-def _show_peak(row: RankRow) -> str:
-    is_on_cpu = row.cpu_percent is not None  # then it is the process's, with all libraries, which no plan counts
-    if row.peak_bytes is None or not row.planned_bytes or is_on_cpu:
-        return _show_bytes(row.peak_bytes)
-    return f"{show_bytes(int(row.peak_bytes))} ({row.peak_bytes / row.planned_bytes:.0%} of plan)"
-
-
-def _show_use(row: RankRow) -> str:
-    percent = row.cpu_percent if row.utilization_percent is None else row.utilization_percent
-    return NONE if percent is None else f"{percent:.0f} %"
-
-
-def _show_wait(row: RankRow) -> str:
-    if row.wait_s is None:
-        return NONE
-    share = "" if row.wait_share is None else f" ({row.wait_share:.0%} recently)"
-    return f"{show_duration(row.wait_s)}{share}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .alert import Alert, Facts
@@ -11,7 +13,7 @@ from .eta import measure_pace, show_duration
 from .ranks import find_behind
 from .sanitize import show_safely
 from .series import to_finite, to_whole
-from .states import explain_resume
+from .states import State, explain_resume
 
 _SHOWN_STEPS = 3
 _SHOWN_ROWS = 4
@@ -19,6 +21,12 @@ _SHOWN_ROWS = 4
 _STALL_INTERVALS = 6
 _STALL_S = {"train": 30.0, "evaluate": 120.0, "save": 120.0, "start": 120.0}
 _SLOW_START_S = 300.0  # a download or a large file may say nothing for a while
+# The command line's words in what an error advises, and those of a page that has buttons and fields.
+_PAGE_WORDS = (
+    (re.compile(r"resume (it )?with --resume(_from_checkpoint)? (auto|true)"), "press Resume"),
+    (re.compile(r"--resume(_from_checkpoint)? (auto|true)"), "Resume"),
+    (re.compile(r"--([a-z]\w+)"), r"\1"),
+)
 
 
 def find_end(facts: Facts) -> Iterator[Alert]:
@@ -29,14 +37,33 @@ def find_end(facts: Facts) -> Iterator[Alert]:
     rank = state.failure.get("rank") if state.name == "failed" else None
     advice = f". {_advise(facts, rank)}" if state.name == "failed" else ""
     severity = "info" if state.name == "stopped" else "error"
-    sentence = f"{state.error.rstrip('.')}{advice}"
+    sentence = f"{_describe_end(state)}{advice}"
     yield Alert(state.name, severity, rank, to_whole(state.status.get("step")), sentence, state.update_s)  # type: ignore[arg-type]
+
+
+def _describe_end(state: State) -> str:
+    """Return why a run has ended, in words of the page where the failure has fields."""
+    assert state.error is not None
+    fields = state.failure.get("fields") or {}
+    if fields.get("signal") and fields.get("checkpoint"):
+        place = f"step {fields.get('step')}, saved in {show_safely(Path(fields['checkpoint']).name)}"
+        return f"stopped by {fields['signal']} at {place}"
+    fix = show_safely(str(fields.get("fix") or ""))
+    sentence = state.error.removesuffix(f"; {fix}").rstrip(".") if fix else state.error.rstrip(".")
+    if state.failure.get("cause") == "nonfinite" or not fix:  # the fix of the first is for the command line alone
+        return sentence
+    for pattern, words in _PAGE_WORDS:
+        fix = pattern.sub(words, fix)
+    return f"{sentence}; {fix.rstrip('.')}"
 
 
 def _advise(facts: Facts, rank: int | None) -> str:
     cause = facts.state.failure.get("cause")
     if cause == "nonfinite":
-        return "Look at the examples that it names, in the data as they are"
+        return (
+            "Look at the examples that it names, in the data as they are, or lower the learning rate; a clone with "
+            "on_nonfinite: skip leaves such steps out"
+        )
     if cause == "disk":
         return f"Free some room on the disk of {facts.folder}; then {explain_resume(facts.folder)}"
     if cause == "memory":

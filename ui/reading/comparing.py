@@ -32,7 +32,11 @@ def _find_differences(given: Sequence[Mapping[str, Any]]) -> list[tuple[str, lis
 def _show(given: Mapping[str, Any], name: str) -> str:
     if name not in given:
         return _NOT_GIVEN
-    value = given[name]
+    return show_option(given[name])
+
+
+def show_option(value: Any) -> str:
+    """Return an option's value as text: two that mean the same to an option are the same text."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lorashard.runtime.progress import show_amount
+from lorashard.runtime.progress import show_amount, show_duration
 
 from .series import to_finite, to_whole
 from .states import State
@@ -162,16 +162,3 @@ def _write_sentence(
 
 def _show_amount(done: int, total: int | None, unit: str | None) -> str:
     return show_amount(done, total or None, unit or "").rstrip()
-
-
-def show_duration(seconds: float) -> str:
-    """Return a duration as a person says it: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"

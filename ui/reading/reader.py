@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,12 @@ from .checkpoints import CheckpointRow, list_rows
 from .eta import Progress, describe_progress, estimate_rest
 from .jsonl_tail import JsonLines, read_json
 from .logs import list_logs, read_log
-from .metrics import Metrics
+from .metrics import TOKENS, Metrics
 from .process_file import find_stopped
 from .ranks import RankLog, RankRow, describe_rank, find_behind, find_planned_bytes, list_rank_files
 from .samples import Sample, Samples
 from .sanitize import hide_secrets, show_safely
+from .series import Span, to_finite
 from .states import ASKED_NAME, find_state
 from .summaries import KnownRun, Summary, read_options
 
@@ -33,11 +34,16 @@ _CHECKPOINTS_S = 5.0  # looking at every file of every checkpoint takes a while
 class RunReader:
     """One run. A call reads what has come since the last one. Safe to use from several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        self.name = folder.name
+    def __init__(self, folder: Path, name: str = "") -> None:
+        """Begin to read.
+
+        Args:
+            name: that it goes by, `SWEEP/JOB` of a job; empty: its folder's.
+        """
+        self.name = name or folder.name
         self.folder = folder
         self._lock = threading.RLock()
-        self._known = KnownRun(folder)
+        self._known = KnownRun(folder, self.name)
         self._metrics = Metrics(folder / "metrics.jsonl")
         self._ranks: dict[int, RankLog] = {}
         self._checkpoints: list[CheckpointRow] = []
@@ -61,12 +67,16 @@ class RunReader:
         """Return how far it is."""
         state = find_state(self.folder)
         with self._lock:
-            self._metrics.update()
+            self._update_metrics()
             rows = list(self._metrics.recent)
         return describe_progress(state, rows, estimate_rest(state, rows))
 
     def series(
-        self, names: Sequence[str], max_points: int = 500, smoothing: float = 0.0
+        self,
+        names: Sequence[str],
+        max_points: int = 500,
+        smoothing: float = 0.0,
+        spans: Mapping[str, Span] | None = None,
     ) -> dict[str, tuple[list[float], list[float], list[float]]]:
         """Return numbers over the steps: for each name xs, ys and smoothed ys; names that the run has not are left out.
 
@@ -74,17 +84,26 @@ class RunReader:
             names: as in metrics.jsonl: `loss`, `eval_loss`, `learning_rate`, ...
             max_points: of each; ends and extremes stay.
             smoothing: 0 for none, to below 1.
+            spans: by name, the steps that are looked at closely, which get as many points again.
         """
         max_points = max(2, max_points)
+        spans = spans or {}
         with self._lock:
-            self._metrics.update()
+            self._update_metrics()
             found = self._metrics.series
-            return {name: found[name].points(max_points, smoothing) for name in names if name in found}
+            return {name: found[name].points(max_points, smoothing, spans.get(name)) for name in names if name in found}
+
+    def num_tokens(self) -> float | None:
+        """Return how many tokens it has trained on, over all resumes; None where it does not say."""
+        with self._lock:
+            self._update_metrics()
+            found = self._metrics.series.get(TOKENS)
+            return found.tail(1)[0] if found else None
 
     def series_names(self) -> list[str]:
         """Return what `series` can be asked for."""
         with self._lock:
-            self._metrics.update()
+            self._update_metrics()
             return sorted(self._metrics.series)
 
     def ranks(self) -> list[RankRow]:
@@ -169,7 +188,7 @@ class RunReader:
         state = find_state(self.folder)
         rows = self.checkpoints()
         with self._lock:
-            self._metrics.update()
+            self._update_metrics()
             ranks = self._update_ranks()
             updates = [state.update_s or 0.0, *(log.update_s or 0.0 for log in ranks.values())]
             return Facts(
@@ -196,6 +215,14 @@ class RunReader:
 
         self._event_lines.follow(self._events.clear, take)
         return list(self._events)
+
+    def _update_metrics(self) -> None:
+        # Events first: a start is there before the lines that follow it.
+        starts = (to_finite(event.get("resumed_step")) for event in self._read_events() if event["kind"] == "start")
+        resumed: list[float] = []
+        for step in starts:
+            resumed = [] if step is None else [*(earlier for earlier in resumed if earlier < step), step]
+        self._metrics.update(resumed)
 
     def _update_ranks(self) -> dict[int, RankLog]:
         files = list_rank_files(self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pandas as pd
 
 _MOST_POINTS = 200_000
 _MOST_THINNED = 4  # ways in which browsers look at one series
+Span = tuple[float, float]  # of steps
 
 
 class Series:
@@ -21,7 +23,7 @@ class Series:
         self._xs = array("d")
         self._ys = array("d")
         self._most_points = most_points
-        self._thinned: dict[tuple[int, float], tuple[list[float], list[float], list[float]]] = {}
+        self._thinned: dict[tuple[int, float, Span | None], tuple[list[float], list[float], list[float]]] = {}
 
     def __len__(self) -> int:
         return len(self._xs)
@@ -42,17 +44,29 @@ class Series:
             kept = choose_points(ys, self._most_points // 2)
             self._xs, self._ys = array("d", xs[kept].tobytes()), array("d", ys[kept].tobytes())
 
-    def points(self, max_points: int, smoothing: float = 0.0) -> tuple[list[float], list[float], list[float]]:
-        """Return xs, ys and smoothed ys of at most `max_points`.
+    def before(self, x: float) -> float:
+        """Return the last y of a smaller x; 0 where there is none."""
+        place = bisect_left(self._xs, x)
+        return self._ys[place - 1] if place else 0.0
+
+    def points(
+        self, max_points: int, smoothing: float = 0.0, span: Span | None = None
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Return xs, ys and smoothed ys of at most `max_points`, and with a span of as many more.
 
         Args:
             smoothing: how much of the mean so far each point leaves in place, from 0 to below 1: an exponential moving
                 average over all points, whose first ones are not drawn to 0.
+            span: a range of xs that is looked at closely: its points come besides those of the whole, whose extremes
+                stay.
         """
-        asked = (max_points, smoothing)
+        asked = (max_points, smoothing, span)
         if asked not in self._thinned:
             xs, ys = self._copy()
             kept = choose_points(ys, max_points)
+            if span is not None:
+                begin, end = np.searchsorted(xs, span[0]), np.searchsorted(xs, span[1], "right")
+                kept = np.union1d(kept, begin + choose_points(ys[begin:end], max_points))
             smoothed = smooth(ys, smoothing)
             while len(self._thinned) >= _MOST_THINNED:
                 self._thinned.pop(next(iter(self._thinned)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from lorashard.runs.checkpoints import find_newest
 from lorashard.runs.lock import Owner, find_owner
+from lorashard.runs.root import JOB_STOP_NAME, is_job
 
 from .jsonl_tail import read_end, read_json
 from .process_file import PROCESS_NAME, Launch, read_launch
@@ -21,6 +22,7 @@ STATUS_NAME = "status.json"
 EXIT_NAME = "exit.json"
 ASKED_NAME = "asked.yaml"
 STOP_NAME = ".stop"
+STOP_NOW = "now"  # in it, where nothing is to be saved
 LAUNCHER_LOG = Path("logs", "launcher.log")
 _LOG_BYTES = 1 << 14  # at the end of a log, in which its last word is
 LIVE_STATES = ("queued", "starting", "running", "stopping")
@@ -64,7 +66,7 @@ def find_state(folder: Path, now_s: float | None = None) -> State:
     """Return how the run of a folder is."""
     now_s = time.time() if now_s is None else now_s
     status = read_json(folder / STATUS_NAME)
-    owner = find_owner(folder)
+    owner = find_run_owner(folder)
     launch = read_launch(folder / PROCESS_NAME, folder / EXIT_NAME)
     begins = [to_finite(status.get("begin_s")), owner and owner.begin_s, None if launch.is_over else launch.begin_s]
     begin_s = max((at for at in begins if at), default=None) or _read_begin(folder)  # a resumed run's are several
@@ -79,6 +81,11 @@ def find_state(folder: Path, now_s: float | None = None) -> State:
     return State(name, phase, error, status, failure or {}, owner, begin_s, update_s)
 
 
+def find_run_owner(folder: Path) -> Owner | None:
+    """Return who owns a run's folder; a job is its sweep's, whose processes train it."""
+    return find_owner(folder) or (find_owner(folder.parent) if is_job(folder) else None)
+
+
 def _judge(
     folder: Path, status: dict[str, Any], phase: str, owner: Owner | None, launch: Launch, now_s: float
 ) -> tuple[str, str | None]:
@@ -87,11 +94,14 @@ def _judge(
     begin_s = launch.begin_s if owner is None else owner.begin_s or 0.0
     is_of_this_start = said_s >= begin_s
     if owner is not None or not launch.is_over:
+        if phase in _ENDS and is_job(folder) and (is_of_this_start or phase == "done"):
+            return phase, error  # while other jobs of the sweep go on
         if phase in _ENDS and is_of_this_start:
             # Its processes still leave, and hold folder and devices until then. What a rank has said may be only what
             # came of another's end: the launcher says in the end who was to blame.
             return "stopping", None
-        if _is_asked_to_stop(folder, begin_s) or (owner is None and is_of_this_start):
+        is_asked = _is_asked_to_stop(folder, begin_s) or (is_job(folder) and (folder / JOB_STOP_NAME).exists())
+        if is_asked or (owner is None and is_of_this_start):
             return "stopping", None
         if phase == "queue" and is_of_this_start:
             return "queued", None
@@ -165,6 +175,14 @@ def _explain_death(folder: Path, status: dict[str, Any], phase: str, said_s: flo
     step = f" at step {status['step']}" if status.get("step") else ""
     where = f", in phase {phase}{step}" if phase else ""
     return f"{cause}; it was last heard of at {at}{where}, and said nothing of an end: {explain_resume(folder)}"
+
+
+def is_ended_at_once(folder: Path) -> bool:
+    """Tell whether a run that is asked to stop is to end without saving."""
+    try:
+        return (folder / STOP_NAME).read_text(encoding="utf-8", errors="replace") == STOP_NOW
+    except OSError:
+        return False
 
 
 def _is_asked_to_stop(folder: Path, begin_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,10 @@ from typing import Any
 
 import yaml
 
-from lorashard.runs.lock import find_owner
-
 from .eta import estimate_rest, find_steps
-from .jsonl_tail import read_last_rows
-from .series import to_number, to_whole
-from .states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, LIVE_STATES, STATUS_NAME, find_state
+from .jsonl_tail import read_last_rows, sample_rows
+from .series import to_finite, to_number, to_whole
+from .states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, LIVE_STATES, STATUS_NAME, State, find_run_owner, find_state
 
 ADAPTER_NAME = "adapter_model.safetensors"
 _RUN_FILES = (STATUS_NAME, "metrics.jsonl", "config.yaml", ASKED_NAME)
@@ -31,6 +30,8 @@ _WATCHED = (
 )
 _TAIL_BYTES = 1 << 16
 _MOST_TAIL_BYTES = 1 << 20  # to look for the last evaluation in
+_TREND_PLACES, _TREND_BYTES = 24, 2048  # where a long run's losses are read from
+_MOST_TREND_POINTS = 48
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Summary:
         phase: queue, start, download, tokenize, load, train, evaluate, save, done, failed or stopped.
         eta_s: until its training ends.
         update_s: when it was last heard of.
+        duration_s: since it was last started, until now or until it was last heard of.
+        trend: (step, loss) of some steps of the whole run, for a small curve.
         error: why it failed, was stopped, or is taken for dead.
         has_adapter: whether the adapter of an ended run is there.
         host: where it lives, while it does.
@@ -56,10 +59,13 @@ class Summary:
     max_steps: int | None
     loss: float | None
     eval_loss: float | None
+    learning_rate: float | None
     tokens_per_s: float | None
     eta_s: float | None
     begin_s: float | None
     update_s: float | None
+    duration_s: float | None
+    trend: tuple[tuple[float, float], ...]
     model: str | None
     dataset: str | None
     method: str | None
@@ -81,8 +87,12 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _RUN_FILES)
 
 
-def summarize(folder: Path, now_s: float | None = None) -> Summary:
-    """Return a run in one row."""
+def summarize(folder: Path, now_s: float | None = None, name: str = "") -> Summary:
+    """Return a run in one row.
+
+    Args:
+        name: that it goes by; empty: its folder's.
+    """
     state = find_state(folder, now_s)
     options = read_options(folder)
     rows = read_last_rows(folder / "metrics.jsonl", _TAIL_BYTES)
@@ -91,17 +101,20 @@ def summarize(folder: Path, now_s: float | None = None) -> Summary:
     if eval_loss is None and len(rows) > 1:
         eval_loss = find_last(read_last_rows(folder / "metrics.jsonl", _MOST_TAIL_BYTES), "eval_loss")
     return Summary(
-        name=folder.name,
+        name=name or folder.name,
         state=state.name,
         phase=state.phase,
         step=step,
         max_steps=max_steps,
         loss=find_last(rows, "loss"),
         eval_loss=eval_loss,
+        learning_rate=find_last(rows, "learning_rate"),
         tokens_per_s=find_last(rows, "tokens_per_s"),
         eta_s=estimate_rest(state, rows, now_s),
         begin_s=state.begin_s,
         update_s=state.update_s,
+        duration_s=_measure_duration(state, now_s),
+        trend=_read_trend(folder / "metrics.jsonl"),
         model=_to_text(options.get("model_name_or_path")),
         dataset=_to_text(options.get("dataset")),
         method=_to_text(options.get("method")) or ("sft" if options else None),
@@ -115,21 +128,40 @@ def summarize(folder: Path, now_s: float | None = None) -> Summary:
     )
 
 
+def _measure_duration(state: State, now_s: float | None) -> float | None:
+    end_s = (time.time() if now_s is None else now_s) if state.is_live else state.update_s
+    return None if state.begin_s is None or end_s is None else max(0.0, end_s - state.begin_s)
+
+
+def _read_trend(path: Path) -> tuple[tuple[float, float], ...]:
+    rows = sample_rows(path, _TREND_PLACES, _TREND_BYTES)
+    pairs = ((to_finite(row.get("step")), to_finite(row.get("loss"))) for row in rows)
+    known: list[tuple[float, float]] = []
+    for step, loss in pairs:
+        if step is None or loss is None:
+            continue
+        while known and known[-1][0] >= step:  # it was run again
+            known.pop()
+        known.append((step, loss))
+    return tuple(known[-1 :: -max(1, -(-len(known) // _MOST_TREND_POINTS))][::-1])
+
+
 class KnownRun:
     """A run's row, which is made anew only where it may have changed. Safe to use from several threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "") -> None:
         self._folder = folder
+        self._name = name
         self._ended: tuple[tuple[int, ...], Summary] | None = None
 
     def summarize(self) -> Summary | None:
         """Return the run in one row; None where it is being deleted."""
         ended = self._ended
         stamp = _stamp(self._folder)
-        if ended is not None and ended[0] == stamp and find_owner(self._folder) is None:
+        if ended is not None and ended[0] == stamp and find_run_owner(self._folder) is None:
             return ended[1]
         try:
-            row = summarize(self._folder)
+            row = summarize(self._folder, name=self._name)
         except OSError:
             return None
         self._ended = None if row.is_live else (stamp, row)

@@ -33,16 +33,18 @@ class Chats:
         self._lock = threading.Lock()
         self._chats: dict[str, Chat] = {}
 
-    def load(self, name: str, device_words: Sequence[str] = ()) -> Chat:
+    def load(self, name: str, device_words: Sequence[str] = (), checkpoint: str = "") -> Chat:
         """Return the run's model; start loading it if it is not loaded.
 
         Args:
             device_words: of `lorashard chat`: `--gpus 0,2` or `--cpu 2`; none: all GPUs.
+            checkpoint: whose adapter answers; empty: the run's last.
 
         Raises:
-            ConfigError: there is no such run or no adapter, it is loaded elsewhere, or too many are loaded.
+            ConfigError: there is no such run, adapter or checkpoint, it is loaded elsewhere or with another checkpoint,
+                or too many are loaded.
         """
-        folder = find_adapter_run(self._root, name)
+        folder = find_adapter_run(self._root, name, checkpoint)
         ChatOptions.read([str(folder), *device_words])
         left = self.find(name)
         if left is not None and not left.is_alive:
@@ -50,11 +52,10 @@ class Chats:
         with self._lock:
             there = self._chats.get(name)
             if there is not None and there.is_alive:
-                if list(there.device_words) == list(device_words):
+                if (list(there.device_words), there.checkpoint) == (list(device_words), checkpoint):
                     return there
-                raise ConfigError(
-                    f"{name} is loaded with {' '.join(there.device_words) or 'all GPUs'}", fix="unload it first"
-                )
+                there_words = ", ".join(filter(None, (there.checkpoint, " ".join(there.device_words) or "all GPUs")))
+                raise ConfigError(f"{name} is loaded with {there_words}", fix="unload it first")
             alive = [chat.name for chat in self._chats.values() if chat.is_alive]
             if len(alive) >= self._max_loaded:
                 raise ConfigError(
@@ -63,7 +64,7 @@ class Chats:
                     found=", ".join(alive),
                     fix="unload one of them first",
                 )
-            self._chats[name] = Chat(name, folder, device_words, self._idle_s)
+            self._chats[name] = Chat(name, folder, device_words, self._idle_s, checkpoint)
             return self._chats[name]
 
     def find(self, name: str) -> Chat | None:

@@ -79,8 +79,11 @@ class _Turn:
 class Chat:
     """A run's model in a process of its own. It answers one question at a time; others wait and see why."""
 
-    def __init__(self, name: str, folder: Path, device_words: Sequence[str], idle_s: float) -> None:
+    def __init__(
+        self, name: str, folder: Path, device_words: Sequence[str], idle_s: float, checkpoint: str = ""
+    ) -> None:
         self.name = name
+        self.checkpoint = checkpoint
         self.device_words = tuple(device_words)
         self._has_chat_template = True
         self._placement = ""

@@ -23,15 +23,26 @@ from lorashard.errors import CheckpointError, ConfigError, UserError
 from lorashard.launch.elastic import find_python_flags
 from lorashard.runs.checkpoints import find_newest, read_manifest
 from lorashard.runs.lock import find_owner, lock_run
-from lorashard.runs.root import find_run
+from lorashard.runs.root import JOB_STOP_NAME, find_place, find_run, is_job
 from lorashard.training.resume_request import check_wanted
 
 from ..reading.jsonl_tail import read_json
 from ..reading.process_file import PROCESS_NAME, read_launch
-from ..reading.states import ASKED_NAME, EXIT_NAME, LAUNCHER_LOG, STOP_NAME, explain_exit, read_failure
-from ..reading.summaries import is_run
+from ..reading.states import (
+    ASKED_NAME,
+    EXIT_NAME,
+    LAUNCHER_LOG,
+    STOP_NAME,
+    STOP_NOW,
+    explain_exit,
+    find_run_owner,
+    find_state,
+    read_failure,
+)
+from ..reading.summaries import is_run, read_options
 from . import detached
 from .jobs import Jobs
+from .packing import list_merged
 
 _STARTING_NAME = ".starting.lock"  # of a folder of runs
 _DELETED_PREFIX = ".deleted-"
@@ -44,30 +55,27 @@ _USER_ERROR = 2
 _NOT_TRAINING = ("", "queue", "start", "download", "tokenize", "load")
 
 
-def start_run(root: Path, name: str, config_yaml: str) -> None:
-    """Start a new run.
+def start_run(root: Path, name: str, config_yaml: str, is_suggested: bool = False) -> str:
+    """Start a new run; return its name.
 
     Args:
+        is_suggested: nobody has chosen the name, so that `NAME-2`, `NAME-3`, ... are taken where it is taken.
         config_yaml: what `lorashard finetune --config` takes; `output_dir` is the run's folder whatever it says.
 
     Raises:
         ConfigError: the name is taken or is none, or the configuration is refused, at once or within a second. Then no
             folder is left.
     """
+    stem, number = name, 1
+    while not _take_name(find_place(root, name), config_yaml):
+        if not is_suggested:
+            raise ConfigError(
+                f"there is already something called {name}", fix="choose another name, or delete it first"
+            )
+        number += 1
+        name = f"{stem}-{number}"
     folder = find_run(root, name)
     asked = folder / ASKED_NAME
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise FileExistsError
-        with asked.open("x", encoding="utf-8") as file:
-            file.write(config_yaml)
-    except FileExistsError:
-        raise ConfigError(
-            f"there is already something called {name}", fix="choose another name, or delete it first"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"the run {name} cannot be written: {error.strerror}", where=root) from error
     try:
         _read_config(folder, asked)
         _launch(folder, asked)
@@ -76,6 +84,26 @@ def start_run(root: Path, name: str, config_yaml: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _shorten_paths(error, folder)
         raise
+    return name
+
+
+def _take_name(folder: Path, config_yaml: str) -> bool:
+    """Write a new run's configuration; return whether its folder was free. Of several who ask at once, one gets it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            return False
+        with (folder / ASKED_NAME).open("x", encoding="utf-8") as file:
+            file.write(config_yaml)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"the run {folder.name} cannot be written: {error.strerror}", where=folder.parent) from error
 
 
 def resume_run(root: Path, name: str) -> None:
@@ -108,14 +136,18 @@ def stop_run(root: Path, name: str, now: bool = False, patience_s: float = _PATI
     """Have a run save a checkpoint and end, or end all of its ranks at once. Asking twice is harmless.
 
     Args:
+        now: not of a job, whose sweep's ranks are those of other jobs too.
         patience_s: a launcher that has not ended at once so long after is killed, and the kernel ends its ranks.
 
     Raises:
         ConfigError: it does not run, or not on this machine.
     """
     folder = find_run(root, name)
+    if is_job(folder):
+        _stop_job(folder, name, now)
+        return
     process, is_owner = _find_process(folder, name)
-    (folder / STOP_NAME).touch()
+    (folder / STOP_NAME).write_text(STOP_NOW if now else "", encoding="utf-8")
     if not is_owner:  # it has not come to its own handling of signals
         _send(process, signal.SIGTERM, name)
     elif not now:
@@ -127,6 +159,16 @@ def stop_run(root: Path, name: str, now: bool = False, patience_s: float = _PATI
         threading.Thread(target=_kill_later, args=(process, patience_s), daemon=True).start()
 
 
+def _stop_job(folder: Path, name: str, now: bool) -> None:
+    """Have one job of a sweep save a checkpoint and end at its next step; the others continue."""
+    _check_is_run(folder)
+    if now:
+        raise ConfigError(f"the job {name} saves and ends at its next step", fix="stop the whole sweep now, or save")
+    if not find_state(folder).is_live:
+        raise ConfigError(f"the job {name} is not running")
+    (folder / JOB_STOP_NAME).touch()
+
+
 def save_run(root: Path, name: str) -> None:
     """Have a run save a checkpoint at the end of its step, and continue.
 
@@ -134,6 +176,7 @@ def save_run(root: Path, name: str) -> None:
         ConfigError: it is not training, not on this machine, or its launcher cannot forward the request.
     """
     folder = find_run(root, name)
+    _refuse_job(folder, name)
     process, is_owner = _find_process(folder, name)
     phase = str(read_json(folder / "status.json").get("phase", ""))
     if not is_owner or phase in _NOT_TRAINING:
@@ -153,23 +196,70 @@ def delete_run(root: Path, name: str) -> None:
     with _alone(root):
         _check_is_run(folder)
         _check_is_over(folder)
-        busy = [job for job in Jobs(root).list() if job.run_name == name and job.state == "running"]
+        busy = [job for job in Jobs(root).list() if is_of(job.run_name, name) and job.state == "running"]
         if busy:
             raise ConfigError(f"a job uses the run {name}", found=busy[0].kind, fix="cancel the job, or wait for it")
-        for left in root.glob(f"{_DELETED_PREFIX}*"):  # of a server that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        going = root / f"{_DELETED_PREFIX}{secrets.token_hex(4)}"
-        try:
+        with _deleting(name):
             with lock_run(folder):  # nor does anybody start it in a terminal meanwhile
-                os.rename(folder, going)
+                going = _take_away(root, folder)
             shutil.rmtree(going)
-        except OSError as error:
-            raise ConfigError(f"the run {name} cannot be deleted: {error.strerror}", where=error.filename) from error
+
+
+def delete_merged(root: Path, name: str) -> None:
+    """Delete the folder of a merged model.
+
+    Raises:
+        ConfigError: it is none, no merge that was begun here made it, or a job or a run uses it.
+    """
+    folder = find_place(root, name)
+    with _alone(root):
+        if name not in list_merged(root):
+            raise ConfigError(f"there is no merged model called {name!r}")
+        jobs = Jobs(root).list()
+        if not any(job.kind == "merge" and str(folder) in job.command for job in jobs):
+            raise ConfigError(f"{name} was not merged here", fix="delete its folder by hand if it is not needed")
+        users = [run.name for run in find_users(root, folder)]
+        if users:
+            raise ConfigError(f"the run {users[0]!r} has {name} as its base, and could not be resumed")
+        busy = [job for job in jobs if job.state == "running" and str(folder) in job.command]
+        if busy:
+            raise ConfigError(f"a job uses {name}", found=busy[0].kind, fix="cancel the job, or wait for it")
+        with _deleting(name):
+            shutil.rmtree(_take_away(root, folder))
+
+
+def find_users(root: Path, folder: Path) -> list[Path]:
+    """Return the runs that were given the model in `folder`."""
+    names = ("model_name_or_path", "reward_model_name_or_path")
+    found = []
+    for asked in root.glob(f"*/{ASKED_NAME}"):
+        options = read_options(asked.parent)
+        if any(isinstance(options.get(n), str) and Path(options[n]).resolve() == folder.resolve() for n in names):
+            found.append(asked.parent)
+    return found
+
+
+def _take_away(root: Path, folder: Path) -> Path:
+    """Take a folder's name away, so that nobody finds half of it, and return its new place."""
+    for left in root.glob(f"{_DELETED_PREFIX}*"):  # of a server that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    going = root / f"{_DELETED_PREFIX}{secrets.token_hex(4)}"
+    os.rename(folder, going)
+    return going
+
+
+@contextmanager
+def _deleting(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be deleted: {error.strerror}", where=error.filename) from error
 
 
 def _check_resumable(root: Path, name: str) -> None:
     folder = find_run(root, name)
     _check_is_run(folder)
+    _refuse_job(folder, name)
     _check_is_over(folder)
     if read_json(folder / "status.json").get("phase") == "done":
         raise ConfigError("the run is complete", fix="clone it with more steps to train longer")
@@ -220,6 +310,16 @@ def _read_config(folder: Path, path: Path, *words: str) -> RunConfig:
     return RunConfig.resolve(path, ["--output_dir", str(folder), *words])
 
 
+def is_of(name: str, run: str) -> bool:
+    """Tell whether a name is that of a run or of one of its jobs."""
+    return name == run or name.startswith(f"{run}/")
+
+
+def _refuse_job(folder: Path, name: str) -> None:
+    if is_job(folder):
+        raise ConfigError(f"{name} trains with the other jobs of its sweep", fix=f"use {folder.parent.name}")
+
+
 def _check_is_run(folder: Path) -> None:
     if not folder.is_dir() or not is_run(folder):
         raise ConfigError(f"there is no run called {folder.name}")
@@ -231,7 +331,7 @@ def _check_is_over(folder: Path) -> None:
     Raises:
         ConfigError: naming its process.
     """
-    owner = find_owner(folder)
+    owner = find_run_owner(folder)
     if owner is not None:
         raise ConfigError(f"the run {folder.name} is alive", found=owner, fix="stop it first")
     launch = read_launch(folder / PROCESS_NAME, folder / EXIT_NAME)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lorashard.errors import ConfigError
 from lorashard.runs.checkpoints import find_newest, list_checkpoints
-from lorashard.runs.root import find_run
+from lorashard.runs.root import find_run, is_job
 
 _WAIT = "wait for its first checkpoint, or save one now"
 _NEEDED = ("adapter_config.json", "adapter_model.safetensors")
@@ -34,11 +34,26 @@ def has_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file() or bool(list_checkpoints(folder))
 
 
-def find_adapter_run(root: Path, name: str | None) -> Path:
-    """Return the folder of a run that has an adapter.
+def list_checkpoint_names(folder: Path) -> list[str]:
+    """Return a run's checkpoints whose adapter is there, the newest first."""
+    return [path.name for path in list_checkpoints(folder) if not path.is_symlink() and _is_complete(path)]
+
+
+def list_merged(root: Path) -> list[str]:
+    """Return the names of the folders beside the runs that hold a whole model, and no adapter."""
+    found = [
+        path.parent.name
+        for path in root.glob("*/config.json")
+        if any(path.parent.glob("model*.safetensors")) and not has_adapter(path.parent)
+    ]
+    return sorted(found)
+
+
+def find_adapter_run(root: Path, name: str | None, checkpoint: str = "") -> Path:
+    """Return the folder of a run that has an adapter, or that of one of its checkpoints.
 
     Raises:
-        ConfigError: there is none of that name, or it has no adapter.
+        ConfigError: there is none of that name, or it has no adapter, or no such checkpoint.
     """
     if not name:
         raise ConfigError("no run is chosen", fix="choose one")
@@ -47,7 +62,13 @@ def find_adapter_run(root: Path, name: str | None) -> Path:
         raise ConfigError(f"there is no run {name!r}")
     if not has_adapter(folder):
         raise ConfigError(f"{name} has no adapter yet", fix=_WAIT)
-    return folder
+    if not checkpoint:
+        return folder
+    names = list_checkpoint_names(folder)
+    if checkpoint not in names:
+        found = f"{checkpoint!r:.80}"
+        raise ConfigError(option="checkpoint", expected=", ".join(names) or "none, as there are none", found=found)
+    return folder / checkpoint
 
 
 def list_adapter_files(run_folder: Path) -> list[Path]:
@@ -64,14 +85,17 @@ def list_adapter_files(run_folder: Path) -> list[Path]:
     return [folder / name for name in (*_NEEDED, *_MORE) if _is_plain(folder / name)]
 
 
-def pack_adapter(run_folder: Path, folder: Path) -> Path:
-    """Return a zip of a run's adapter in `folder`; write it again if the adapter has changed.
+def pack_adapter(run_folder: Path, folder: Path, checkpoint: str = "") -> Path:
+    """Return a zip in `folder` of the adapter of a run or of a checkpoint; write it again if the adapter has changed.
 
     Raises:
         ConfigError: it has no adapter.
     """
-    files = list_adapter_files(run_folder)
-    out = folder / f"{run_folder.name}-adapter.zip"
+    files = list_adapter_files(run_folder / checkpoint)
+    parts = (run_folder.parent.name, run_folder.name) if is_job(run_folder) else (run_folder.name,)
+    stem = "-".join(filter(None, (*parts, checkpoint, "adapter")))
+    folder = folder.joinpath(*parts)  # a run may be named like another's checkpoint
+    out = folder / f"{stem}.zip"
     newest_ns = max(path.stat().st_mtime_ns for path in files)
     if out.is_file() and out.stat().st_mtime_ns == newest_ns:
         return out
@@ -80,7 +104,7 @@ def pack_adapter(run_folder: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as packed:  # weights do not get smaller
             for path in files:
-                packed.write(path, f"{run_folder.name}-adapter/{path.name}")
+                packed.write(path, f"{stem}/{path.name}")
         os.utime(partial, ns=(newest_ns, newest_ns))
         partial.replace(out)
     finally:

@@ -29,7 +29,7 @@ from lorashard.launch.elastic import find_python_flags
 
 from . import worker_main
 
-_IDLE_S = 90.0
+_IDLE_S = 300.0
 _IDLE_SLACK_S = 15.0  # the process waits this much longer than the server, so that no question meets its end
 _TIMEOUT_S = 180.0
 _CHECK_TIMEOUT_S = 3600.0  # reads every row of the data
@@ -37,6 +37,10 @@ _KEEP_S = 60.0  # how long an answer stands: free memory and files change
 _KEPT_ANSWERS = 64
 
 _log = logging.getLogger(__name__)
+
+
+class Canceled(ConfigError):
+    """A question was not answered, for a reason that is not its own: it may be asked again."""
 
 
 class Worker:
@@ -58,27 +62,62 @@ class Worker:
         self._quick = _Process(command, idle_s)
         self._slow = _Process(command, idle_s)
         self._timeout_s = timeout_s
-        self._answers: OrderedDict[str, tuple[float, Any]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()
+        self._asking: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def plan(self, words: Sequence[str]) -> dict[str, Any]:
+    def warm_up(self) -> None:
+        """Start the process of the plan, so that the first question does not wait for torch.
+
+        Raises:
+            ConfigError: the process has ended or does not answer.
+        """
+        for _ in self._quick.ask(("warm_up",), self._timeout_s):
+            pass
+
+    def plan(self, words: Sequence[str], gpu_type: str | None = None, num_gpus: int = 1) -> dict[str, Any]:
         """Return the plan of a run as `lorashard plan --json` does.
 
         Args:
             words: of the command line, such as `["--model_name_or_path", "org/model"]`.
+            gpu_type: to plan for `num_gpus` of these in place of this machine.
 
         Raises:
             ConfigError: that of the command; or the process has ended or does not answer.
         """
-        return self._ask("plan", list(words))
+        return self._ask("plan", list(words), gpu_type, num_gpus)
 
-    def preview(self, words: Sequence[str], num_rows: int = 3) -> list[dict[str, Any]]:
+    def preview(self, words: Sequence[str], num_rows: int = 3, max_tokens: int | None = None) -> list[dict[str, Any]]:
         """Return the first rows with their tokens, as the fields of `lorashard.data.preview.PreviewRow`.
+
+        Args:
+            max_tokens: of a sequence, beyond which the tokens in its middle are left out.
 
         Raises:
             ConfigError: as `plan`.
         """
-        return self._ask("preview", list(words), num_rows)
+        return self._ask("preview", list(words), num_rows, max_tokens)
+
+    def estimate(
+        self,
+        words: Sequence[str],
+        gpu_type: str | None = None,
+        num_gpus: int = 1,
+        data_words: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return what a run is expected to take, as the fields of `lorashard.planning.estimate.Estimate`.
+
+        Args:
+            gpu_type, num_gpus: as for `plan`.
+            data_words: those of `words` that decide what the examples are, so that others do not count them anew.
+
+        Raises:
+            ConfigError: as `plan`.
+        """
+        num_closings, machine = self._quick.num_closings, (gpu_type, num_gpus)
+        plan = self._ask("plan", list(words), *machine, num_closings=num_closings)
+        survey = self._ask("survey", list(words if data_words is None else data_words), num_closings=num_closings)
+        return self._ask("estimate", list(words), plan, survey, *machine, num_closings=num_closings)
 
     def describe_model(self, name: str, revision: str | None = None) -> str:
         """Return a model's size and where it was found.
@@ -105,19 +144,39 @@ class Worker:
         with self._lock:
             self._answers.clear()
 
-    def _ask(self, *question: Any) -> Any:
+    def _ask(self, *question: Any, num_closings: int | None = None) -> Any:
         key = json.dumps(question)
+        if num_closings is None:
+            num_closings = self._quick.num_closings
         with self._lock:
-            begin_s, answer = self._answers.get(key, (0.0, None))
-        if begin_s and time.monotonic() - begin_s < _KEEP_S:
-            return answer
-        for message in self._quick.ask(question, self._timeout_s):
-            answer = message.get("answer")
-        with self._lock:
-            self._answers[key] = time.monotonic(), answer
-            while len(self._answers) > _KEPT_ANSWERS:
-                self._answers.popitem(last=False)
-        return answer
+            asking = self._asking.setdefault(key, threading.Lock())
+        try:
+            with asking:  # who asks the same meanwhile, such as another panel, waits for this answer
+                with self._lock:
+                    begin_s, answer = self._answers.get(key, (0.0, {}))
+                if begin_s and time.monotonic() - begin_s < _KEEP_S:
+                    return _read_answer(answer)
+                try:
+                    for message in self._quick.ask(question, self._timeout_s, num_closings):
+                        answer = message
+                except Canceled:
+                    raise
+                except ConfigError as error:  # it takes as long as an answer, and several panels ask for it
+                    answer = {"error": error.to_json()}
+                with self._lock:
+                    self._answers[key] = time.monotonic(), answer
+                    while len(self._answers) > _KEPT_ANSWERS:
+                        self._answers.popitem(last=False)
+                return _read_answer(answer)
+        finally:
+            with self._lock:
+                self._asking.pop(key, None)
+
+
+def _read_answer(message: dict[str, Any]) -> Any:
+    if "error" in message:
+        raise ConfigError.of_json(message["error"])
+    return message["answer"]
 
 
 class _Process:
@@ -132,24 +191,30 @@ class _Process:
         self._last_s = 0.0
         self._closing = threading.Lock()
         self._is_closing = False
-        self._num_closings = 0
+        self.num_closings = 0
         self._questions: Connection | None = None
         self._answers: Connection | None = None
 
-    def ask(self, question: Sequence[Any], timeout_s: float) -> Iterator[dict[str, Any]]:
+    def ask(
+        self, question: Sequence[Any], timeout_s: float, num_closings: int | None = None
+    ) -> Iterator[dict[str, Any]]:
         """Yield the messages that answer a question; the last is its answer.
+
+        Args:
+            num_closings: when the question was asked; None: now.
 
         Raises:
             ConfigError: the answer, or the process ended or did not answer in time.
         """
-        what = {"describe_model": "the model's size", "validate": "the check"}.get(question[0], f"the {question[0]}")
-        num_closings = self._num_closings
+        names = {"describe_model": "the model's size", "validate": "the check", "survey": "counting the examples"}
+        what = (names | {"warm_up": "loading torch"}).get(question[0], f"the {question[0]}")
+        num_closings = self.num_closings if num_closings is None else num_closings
         with self._lock:
             is_over = False
             try:
-                process = self._start() if num_closings == self._num_closings else None
+                process = self._start() if num_closings == self.num_closings else None
                 if process is None or self._is_closing:  # it may have begun after `close` had looked
-                    raise ConfigError(f"{what} was canceled, since a run was started", fix="try again")
+                    raise Canceled(f"{what} was canceled, since a run was started", fix="try again")
                 assert self._questions is not None
                 with suppress(OSError):  # it has ended, as reading shows
                     self._questions.send_bytes(json.dumps(question).encode())
@@ -172,7 +237,7 @@ class _Process:
         """End the process, whatever it does, and refuse the questions that wait for it."""
         with self._closing:
             self._is_closing = True
-            self._num_closings += 1
+            self.num_closings += 1
             try:
                 process = self._process
                 if process is not None:
@@ -205,11 +270,11 @@ class _Process:
     def _read(self, process: subprocess.Popen[bytes], end_s: float, what: str, timeout_s: float) -> dict[str, Any]:
         assert self._answers is not None
         if not self._answers.poll(max(0.0, end_s - time.monotonic())):
-            raise ConfigError(f"{what} took more than {timeout_s:.0f} s and was canceled", fix="try again")
+            raise Canceled(f"{what} took more than {timeout_s:.0f} s and was canceled", fix="try again")
         try:
             return json.loads(self._answers.recv_bytes())
         except (EOFError, OSError):
-            raise ConfigError(f"{what} failed: {self._explain_end(process)}", fix="try again") from None
+            raise Canceled(f"{what} failed: {self._explain_end(process)}", fix="try again") from None
 
     def _explain_end(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()

@@ -1,4 +1,4 @@
-"""The accounts that may log in, and their sessions."""
+"""Who may log in: accounts with passwords, or whoever has the token of the server; and their sessions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lorashard.errors import ConfigError
 
+_NO_USER = ""  # whose password is the token; no line of a file names it
 SESSION_S = 7 * 24 * 3600
 _MAX_SESSIONS = 1000
 
@@ -23,6 +24,16 @@ class Accounts:
         self._digests = {user: self._digest(password) for user, password in passwords.items()}
         self._nobody = secrets.token_bytes(32)
         self._sessions: dict[str, float] = {}
+
+    @classmethod
+    def of_token(cls, token: str) -> Accounts:
+        """Return what lets in whoever has a token, under no user name."""
+        return cls({_NO_USER: token})
+
+    @property
+    def is_token(self) -> bool:
+        """Whether a token is asked for, not a user's password."""
+        return _NO_USER in self._digests
 
     @classmethod
     def read(cls, auth: str) -> Accounts:
@@ -54,11 +65,8 @@ class Accounts:
         return cls(dict(pairs))
 
     def open_session(self, user: str, password: str) -> str | None:
-        """Return the token of a new session, or None if the user or the password is wrong.
-
-        It takes the same time for an unknown user as for a wrong password.
-        """
-        if not hmac.compare_digest(self._digest(password), self._digests.get(user, self._nobody)):
+        """Return the word of a new session, or None if the user or the password is wrong."""
+        if not self._is_right(user, password):
             return None
         now = time.monotonic()
         kept = sorted((end_s, word) for word, end_s in self._sessions.items() if end_s > now)
@@ -67,6 +75,14 @@ class Accounts:
         self._sessions[session] = now + SESSION_S
         return session
 
+    def open_by_token(self, token: str) -> str | None:
+        """Return the word of a new session, or None if the token is wrong or none is asked for."""
+        return self.open_session(_NO_USER, token)
+
+    def knows_token(self, token: str) -> bool:
+        """Return whether this is the token, in constant time."""
+        return self._is_right(_NO_USER, token)
+
     def has_session(self, session: str) -> bool:
         """Return whether a session is open: neither expired nor closed."""
         return self._sessions.get(session, 0.0) > time.monotonic()
@@ -74,6 +90,10 @@ class Accounts:
     def close_session(self, session: str) -> None:
         """End a session, if it is one."""
         self._sessions.pop(session, None)
+
+    def _is_right(self, user: str, password: str) -> bool:
+        """Compare, in the same time for an unknown user as for a wrong password."""
+        return hmac.compare_digest(self._digest(password), self._digests.get(user, self._nobody))
 
     def _digest(self, password: str) -> bytes:
         return hashlib.sha256(self._salt + os.fsencode(password)).digest()

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -58,7 +58,8 @@ class Guard:
     """An ASGI app that forwards to another only the requests that are allowed.
 
     Args:
-        accounts: who may log in; None lets in everybody who reaches the server, which then listens on loopback only.
+        accounts: who may log in, or the token; None lets in everybody who reaches the server. Without accounts of users
+            the server listens on loopback only, and answers only to names of this machine.
         pages: the addresses of the app's pages, such as `/new`.
         port: of the server; sessions of two servers of one host have different cookies.
         login_s: how long a login may take to send its few bytes.
@@ -69,6 +70,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._accounts = accounts
+        self._is_local = accounts is None or accounts.is_token
         self._pages = pages
         self._cookie = f"lorashard_{port}"
         self._num_waiting = 0
@@ -101,7 +103,7 @@ class Guard:
     async def _find_refusal(self, request: Request) -> Response | None:
         """Return the response to a request that is not forwarded; None if it is."""
         path = request.scope["path"]  # which the app goes by; `request.url` is put together with the Host header
-        if self._accounts is None and not _names_this_machine(request.headers.get("host", "")):
+        if self._is_local and not _names_this_machine(request.headers.get("host", "")):
             # A page of another site whose name was made to point to this machine (DNS rebinding).
             return PlainTextResponse("lorashard: open it as 127.0.0.1 or localhost\n", 403)
         if not _comes_from_here(request, is_page=path in self._pages):
@@ -115,21 +117,41 @@ class Guard:
                 response = RedirectResponse("login", 303)
                 response.delete_cookie(self._cookie)
                 return response
-            if path != "/favicon.ico" and not self._accounts.has_session(session):
+            if path in self._pages and self._accounts.is_token and "token" in request.query_params:
+                return self._open_by_token(request, self._accounts)
+            is_let_in = self._accounts.has_session(session) or self._accounts.knows_token(_read_token(request.headers))
+            if path != "/favicon.ico" and not is_let_in:
                 if path in self._pages and _wants_page(request):
                     asked = path[1:] + (f"?{request.url.query}" if request.url.query else "")
                     return RedirectResponse("login" + (f"?next={quote(asked)}" if asked else ""), 303)
-                return JSONResponse({"detail": "Not authenticated"}, 401)
+                hint = ": send the header Authorization: Bearer TOKEN" if self._accounts.is_token else ""
+                return JSONResponse({"detail": f"Not authenticated{hint}"}, 401)
         if path not in self._pages and _ADDRESSES.fullmatch(path) is None:
             return PlainTextResponse("lorashard: there is no such page\n", 404)
         if path != "/gradio_api/upload" and _read_length(request.headers) > _MAX_BODY_BYTES:
             return PlainTextResponse("lorashard: the request is too large\n", 413)
         return None
 
+    def _open_by_token(self, request: Request, accounts: Accounts) -> Response:
+        """Open a session for whoever comes with the token, and go on to the page without it, as the history shall be.
+
+        A wrong token changes nothing: the page then asks for the right one.
+        """
+        rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+        target = request.scope["path"][1:] + (f"?{urlencode(rest, quote_via=quote)}" if rest else "")
+        response = RedirectResponse(target or "./", 303)
+        session = accounts.open_by_token(request.query_params["token"])
+        if session is not None:
+            self._set_cookie(response, session)
+        return response
+
+    def _set_cookie(self, response: Response, session: str) -> None:
+        response.set_cookie(self._cookie, session, max_age=SESSION_S, httponly=True, samesite="lax")
+
     async def _log_in(self, request: Request, accounts: Accounts) -> Response:
         target = _read_target(request.query_params.get("next", ""))
         if request.method != "POST":
-            return HTMLResponse(render_login(target))
+            return HTMLResponse(render_login(target, is_token=accounts.is_token))
         if _read_length(request.headers) > _MAX_LOGIN_BYTES:
             return JSONResponse({"detail": "Too much"}, 413)
         if self._num_waiting >= _MAX_WAITING_LOGINS:
@@ -155,10 +177,10 @@ class Guard:
         if session is None:
             await asyncio.sleep(_WRONG_LOGIN_S)  # slows down guessing
             if is_page:
-                return HTMLResponse(render_login(target, user, is_wrong=True))
-            return JSONResponse({"detail": "Wrong user or password"}, 401)
+                return HTMLResponse(render_login(target, user, is_wrong=True, is_token=accounts.is_token))
+            return JSONResponse({"detail": "Wrong token" if accounts.is_token else "Wrong user or password"}, 401)
         response = RedirectResponse(target or "./", 303) if is_page else JSONResponse({"success": True})
-        response.set_cookie(self._cookie, session, max_age=SESSION_S, httponly=True, samesite="lax")
+        self._set_cookie(response, session)
         return response
 
 
@@ -176,6 +198,11 @@ def _comes_from_here(request: Request, is_page: bool) -> bool:
         is_link = request.method == "GET" and request.headers.get("sec-fetch-dest") == "document"
         return is_link and is_page
     return True
+
+
+def _read_token(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _wants_page(request: Request) -> bool:

@@ -16,25 +16,36 @@ input {{ border: 1px solid #64748b; }}
 button {{ margin-top: 1.5rem; border: 0; background: #1d4ed8; color: #fff; }}
 :focus-visible {{ outline: 3px solid #3b82f6; outline-offset: 2px; }}
 </style></head><body><h1>lorashard</h1>{message}
-<form method="post" action="{action}">
-<label>User<input name="username" value="{user}" autocomplete="username" required {focus_user}></label>
-<label>Password<input name="password" type="password" autocomplete="current-password" required {focus_password}></label>
+<form method="post" action="{action}">{fields}
 <button>Log in</button></form></body></html>
 """
 
+_ACCOUNT = """
+<label>User<input name="username" value="{user}" autocomplete="username" required {focus_user}></label>
+<label>Password<input name="password" type="password" autocomplete="current-password" required
+{focus_password}></label>"""
+_TOKEN = """
+<p>Open the address that <code>lorashard ui</code> printed when it was started, or copy its token to here.</p>
+<label>Token<input name="password" type="password" autocomplete="current-password" required autofocus></label>"""
 
-def render_login(target: str, user: str = "", is_wrong: bool = False) -> str:
+
+def render_login(target: str, user: str = "", is_wrong: bool = False, is_token: bool = False) -> str:
     """Return the page.
 
     Args:
         target: the page to open afterward, relative; empty for the first.
         user: the user name that was entered before.
-        is_wrong: whether the user name or the password was wrong.
+        is_wrong: whether what was entered before was wrong.
+        is_token: whether the server's token is asked for, not a user and a password.
     """
-    return _PAGE.format(
-        message='<p role="alert">Wrong user or password.</p>' if is_wrong else "",
-        action=escape("login" + (f"?next={quote(target)}" if target else "")),
+    account = _ACCOUNT.format(
         user=escape(user),
         focus_user="" if user else "autofocus",
         focus_password="autofocus" if user else "",
+    )
+    wrong = "Wrong token: each start of the server has another." if is_token else "Wrong user or password."
+    return _PAGE.format(
+        message=f'<p role="alert">{wrong}</p>' if is_wrong else "",
+        action=escape("login" + (f"?next={quote(target)}" if target else "")),
+        fields=_TOKEN if is_token else account,
     )

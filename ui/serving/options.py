@@ -25,8 +25,12 @@ class UiOptions(CommandWords):
     auth: str | None = None
     """Who may log in: a file with a line `user:password` for each user, readable only by you; or one such pair, which
     every user of this machine can see in the process list."""
+    no_token: bool = False
+    """Do not ask for the token that is in the printed address. Then every user of this machine can start programs as
+    you, delete your runs and use your Hugging Face account: only for a machine that is yours alone."""
     allow: list[str] | None = None
-    """Folders from which the browser may use models and datasets, besides `root` and the Hugging Face cache."""
+    """Folders from which the browser may use models and datasets, besides `root`, the Hugging Face cache and, on
+    loopback, what is not hidden in the folder where the server is started."""
     trust_remote_code: bool = False
     """Let the browser start runs with code from a model, and with rewards by import path."""
     max_upload_size: str = Field(default="2GB", pattern=r"^\d+ ?([KMGT]i?B)?$")
@@ -37,11 +41,16 @@ class UiOptions(CommandWords):
     @model_validator(mode="after")
     def _check_host(self) -> Self:
         if self.auth is None and not is_loopback(self.host):
+            port = self.port or "PORT"  # 0 is any that is free
             raise ConfigError(
                 f"{self.host} lets others on the network start programs here",
                 option="host",
                 fix="give --auth FILE with a line user:password (passwords and pages are sent unencrypted: there is no "
-                f"TLS), or keep 127.0.0.1 and use `ssh -L {self.port}:127.0.0.1:{self.port} THIS_MACHINE`",
+                f"TLS), or keep 127.0.0.1 and use `ssh -L {port}:127.0.0.1:{port} THIS_MACHINE`",
+            )
+        if self.auth is not None and self.no_token:
+            raise ConfigError(
+                "with --auth passwords are asked for, and no token", option="no_token", fix="leave it out"
             )
         return self
 

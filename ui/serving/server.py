@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -38,20 +39,26 @@ def serve(options: UiOptions) -> int:
     Raises:
         ConfigError: an address that is taken, a folder that cannot be written, accounts that cannot be read.
     """
-    accounts = Accounts.read(options.auth) if options.auth is not None else None
+    token = secrets.token_urlsafe(32) if options.auth is None and not options.no_token else ""
+    accounts = Accounts.of_token(token) if token else None
+    if options.auth is not None:
+        accounts = Accounts.read(options.auth)
     folders = [_find_folder(folder) for folder in options.allow or ()]
     root = _make_root(Path(options.root).expanduser())
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         port = listener.getsockname()[1]
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else host}:{port}/"
+        url = f"http://{_name_host(options.host)}:{port}/" + (f"?token={token}" if token else "")
         uploads = stack.enter_context(_own_folder(root))
         _confine_gradio(uploads)
         with quick_imports():
             from ..app import build_asgi  # Gradio reads some variables when it is imported
 
-        context = stack.enter_context(closing(AppContext.open(root, folders, options.trust_remote_code)))
+        start = Path.cwd() if is_loopback(options.host) else None
+        has_login = accounts is not None
+        context = stack.enter_context(
+            closing(AppContext.open(root, folders, options.trust_remote_code, start, has_login))
+        )
         app, pages = build_asgi(context, options.max_upload_size)
         config = uvicorn.Config(
             Guard(app, accounts, pages, port),
@@ -60,7 +67,7 @@ def serve(options: UiOptions) -> int:
             server_header=False,
             timeout_graceful_shutdown=1,  # pages hold a connection open as long as they are shown
         )
-        _Server(config, lambda: _welcome(url, root, options), context.close).run(sockets=[listener])
+        _Server(config, lambda: _welcome(url, root, options, Path(uploads)), context.close).run(sockets=[listener])
     return 0
 
 
@@ -97,14 +104,26 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _welcome(url: str, root: Path, options: UiOptions) -> None:
+def _name_host(host: str) -> str:
+    """Return how an address to listen on is called in a URL: by this machine's name, where it is all addresses."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _welcome(url: str, root: Path, options: UiOptions, own_folder: Path) -> None:
     print(f"lorashard ui: {url} serves the runs in {root}; Ctrl-C stops the server, not the runs", flush=True)
+    if options.no_token:
+        print("lorashard ui: --no-token: every user of this machine can start programs as you, and delete your runs")
     if options.auth is not None and not is_loopback(options.host):
         print("lorashard ui: passwords and pages are sent unencrypted (no TLS); an ssh tunnel encrypts them")
     if options.auth is not None and ":" in options.auth and not Path(options.auth).is_file():
         print("lorashard ui: other users of this machine see the password in the process list; give --auth FILE")
     if options.open_browser:
-        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+        # By a file: every user of this machine can read the words that a browser is started with.
+        page = own_folder / "open.html"
+        page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
+        threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
 
 
 @contextmanager

@@ -251,7 +251,7 @@ def _compute_merged(options: VerifyOptions, rows: list[list[int]], device: torch
     lora = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
     dtype = getattr(torch, options.dtype)
     described = BaseModel(options.merged, lora, dtype, None, options.trust_remote_code, options.attn_implementation)
-    model = load_sharded(
+    (model,) = load_sharded(
         options.merged,
         lora,
         plan_inference(described, options, device, options.num_rows * options.max_length),
@@ -260,7 +260,8 @@ def _compute_merged(options: VerifyOptions, rows: list[list[int]], device: torch
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
         is_identified=False,  # nothing is saved from it
-    ).eval()
+    )
+    model.eval()
     with model.disable_adapter():
         logits = compute_logits(model, rows, device)
     del model

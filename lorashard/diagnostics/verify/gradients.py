@@ -153,7 +153,7 @@ def _run_sharded(
 
     Ranks: collective over all ranks.
     """
-    model = load_sharded(
+    (model,) = load_sharded(
         str(folder),
         _make_lora(),
         placement,

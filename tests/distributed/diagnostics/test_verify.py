@@ -37,6 +37,7 @@ from lorashard.runtime.output import RESULT_FILE_VARIABLE
 from lorashard.weights.fingerprint import ADAPTER_NAME, BaseIdentity, describe_base
 from lorashard.weights.first_layers import cut_config, first_layers
 
+CPU_BUDGET_S = 90  # gradients of whole models on two ranks, and the first layers of four models
 GIB = 2**30
 LAYERS = 3
 NUM_GRADIENTS = LAYERS * 7 * 2
@@ -404,9 +405,10 @@ def leave_no_room_for_the_last_layer() -> None:
     gradients.fit_layers = fit_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, placement",
-    [("qwen3", "shard"), slow("llama-tied", "file"), slow("mixtral", "shard"), slow("mixtral", "file")],
+    [("qwen3", "shard"), ("llama-tied", "file"), ("mixtral", "shard"), ("mixtral", "file")],
 )
 def test_first_layers_are_compared_where_all_do_not_fit(tmp_path, kind, placement):
     """A large model is refused, or cut without the lists in its config that have an item for each layer."""

@@ -24,6 +24,7 @@ from lorashard.cli import app
 from lorashard.config import use_options
 from lorashard.config.run_config import RunConfig
 from lorashard_ui.serving.options import UiOptions
+from lorashard_ui.terminal.options import RunsOptions, WatchOptions
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 USE_OPTIONS = {
@@ -34,6 +35,8 @@ USE_OPTIONS = {
     "eval": use_options.EvalOptions,
     "doctor": use_options.DoctorOptions,
     "ui": UiOptions,
+    "runs": RunsOptions,
+    "watch": WatchOptions,
 }
 CPU_BUDGET_S = 110  # each recipe is planned, of which the model is traced twice
 LAUNCHERS = ("torchrun", "accelerate")

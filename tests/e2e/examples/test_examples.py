@@ -110,3 +110,11 @@ def test_sft_trainer_trains_as_without_lorashard(launcher: str, options: dict, t
     assert all("mean_token_accuracy" in line for line in sharded.steps)  # of the fused head
     if "packing" in options:
         assert sharded.steps[0]["num_tokens"] > 2 * 2 * options["max_length"] * 0.7
+
+
+def test_a_job_of_a_sweep_trains_as_the_script_of_one(tmp_path: Path) -> None:
+    """Catches jobs that draw, order or add up otherwise than a script alone, and a sweep that cannot be launched."""
+    job = run_example("sweep_trainer", TRL, "torchrun", tmp_path, job="large")
+    alone = run_example("sft", TRL | {"output_dir": tmp_path / "alone"}, "torchrun", tmp_path)
+    assert_same_run(job, alone, STEPS)
+    assert (job.folder.parent / "small/adapter_model.safetensors").exists()

@@ -72,7 +72,7 @@ def watch(module):
     module.api.load = slow("load", module.api.load)
     trl.SFTTrainer.training_step = slow("train", trl.SFTTrainer.training_step)
     trl.SFTTrainer.prediction_step = slow("evaluate", trl.SFTTrainer.prediction_step)
-""" + call_after_import("lorashard.training.train", "watch")
+""" + call_after_import("lorashard.training.one_run", "watch")
 
 
 @pytest.fixture(scope="module")

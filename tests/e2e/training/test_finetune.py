@@ -29,7 +29,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-CPU_BUDGET_S = 110  # two real starts of two ranks, and some 12 forked runs
+CPU_BUDGET_S = 140  # two real starts of two ranks, and some 12 forked runs
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ def test_an_adapter_that_is_made_from_base_weights_is_read_back(task, options):
 
 @pytest.mark.slow
 def test_an_adapter_that_learned_nothing_is_an_error(task):
-    """A learning rate of zero leaves lora_B at zero: the files are right and worthless."""
-    options = make_options(task, "dead", cpu=2, learning_rate=0.0, max_steps=2)
+    """A learning rate that is zero in float32 leaves lora_B at zero: the files are right and worthless."""
+    options = make_options(task, "dead", cpu=2, learning_rate=1e-60, max_steps=2)
     result = run([*LORASHARD, "finetune", *options], task)
     assert result.returncode == 2 and "learned nothing" in result.stderr
     assert json.loads((task / "dead" / "status.json").read_text())["phase"] == "failed"

@@ -29,6 +29,7 @@ from lorashard.runs.lock import find_owner
 
 DEADLINE_S = 120
 WEIGHTS_BYTES = 64 * 2**20
+ROW = '{"text": "a b c"}\n'
 
 
 def read_status(run: Path) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def test_a_download_is_seen_and_ends_when_it_is_told_to(hub: HubServer, begin: C
         "NO_PROXY": "localhost,127.0.0.1",
     }
     run = tmp_path / "run"
+    (tmp_path / "rows.jsonl").write_text(ROW)
     words = ["finetune", "--model", "org/slow", "--dataset", "rows.jsonl", "--output_dir", run, "--cpu", "2"]
     process = begin(words, **environment)
     first = wait_for(process, run, lambda status: status.get("progress"))
@@ -117,6 +119,7 @@ def test_a_run_whose_model_is_not_there_says_so_in_its_folder(begin: Callable, t
     run = tmp_path / "run"
     run.mkdir()
     (run / "status.json").write_text(json.dumps({"phase": "done", "step": 9, "begin_s": 1.0}))  # another start's
+    (tmp_path / "d.jsonl").write_text(ROW)
     process = begin(["finetune", "--model", "./none", "--dataset", "d.jsonl", "--output_dir", run, "--cpu", "2"])
     _, stderr = process.communicate(timeout=DEADLINE_S)
     status = read_status(run)
@@ -147,7 +150,7 @@ MOMENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
         slow("start", signal.SIGQUIT),
         slow("tokenize", signal.SIGQUIT),
         slow("load", signal.SIGQUIT),
-        ("train", signal.SIGQUIT),
+        slow("train", signal.SIGQUIT),
         slow("train", signal.SIGKILL),
     ],
 )
@@ -183,6 +186,7 @@ def test_a_run_that_is_ended_at_once_is_known_as_such(
         assert stderr.splitlines()[-1] == f"lorashard: {status['error']}"
 
 
+@pytest.mark.slow  # three trainings; what a rank does that is asked is tested with a trainer alone too
 def test_a_checkpoint_that_is_asked_for_is_written_and_gone_on_from(task: Path, begin: Callable, tmp_path: Path):
     """A run that stops, that saves on one rank or again a step later, or whose checkpoint is worth less than others."""
     expected = train(task, "uninterrupted", max_steps=44, save_strategy="no")

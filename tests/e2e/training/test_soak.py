@@ -32,7 +32,7 @@ from trl import SFTConfig, SFTTrainer
 
 import lorashard
 from lorashard.engine import Engine
-from lorashard.training.train import _end_group
+from lorashard.training.one_run import end_group
 
 CPU_BUDGET_S = 110  # 24 short trainings and a long one
 LORASHARD = [str(Path(sys.executable).with_name("lorashard")), "finetune"]
@@ -127,7 +127,7 @@ def train_once(task: Path, number: int) -> None:
             task, model=model, dataset=task / "rows.jsonl", output_dir=out, max_steps=2, placement=placement
         )
     trainer.train()
-    _end_group(trainer)
+    end_group(trainer)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

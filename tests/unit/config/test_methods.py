@@ -21,6 +21,7 @@ from lorashard.config.options import read_trainer_options
 from lorashard.config.run_config import RunConfig, read_known_options
 from lorashard.data.prepare import prepare
 from lorashard.errors import ConfigError, DataError
+from lorashard.launch.checks import check_data
 from lorashard.training.arguments import build_arguments
 from lorashard.training.rewards import load_rewards
 
@@ -200,13 +201,55 @@ def test_validate_checks_a_run_of_the_method(tmp_path, method, row, capsys, monk
     path = write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
     words = ["validate", "--method", method, "--model", str(BASE), "--dataset", str(path), "--cpu", "1"]
     words += ["--output_dir", str(tmp_path / "out"), "--dtype", "float32"]
+    words += ["--activation_checkpointing_layers", "all"]  # one plan less to make
     if method == "grpo":
         words += ["--reward_funcs", "think_format_reward"]
     assert main(words) == 0
-    assert f"4 rows; {', '.join(METHODS[method].formats[0])} (texts)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"4 rows; {', '.join(METHODS[method].formats[0])} (texts)" in said
+    assert f"steps: {'12 (3 epochs of 4)' if method == 'grpo' else '3 (3 epochs of 1)'}" in said
+    assert ("expected time: unknown" in said) == (method == "grpo")
     Path(path).write_text(json.dumps({"text": "a"}))
     assert main(words) == 2
-    assert f"for {method}, found text" in capsys.readouterr().err
+    assert f"for {method}, found text; these are plain texts: choose method sft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("columns", "meant", "others"),
+    [
+        ("prompt chosen rejected", "dpo", "kto reward grpo"),
+        ("chosen rejected", "dpo", "kto reward"),
+        ("prompt completion label", "kto", "sft grpo"),
+        ("prompt completion", "sft", "grpo"),
+        ("messages", "sft", ""),
+        ("conversations system", "sft", ""),
+        ("instruction input output", "sft", ""),
+        ("question answer", "sft", ""),
+        ("prompt answer", "grpo", ""),
+        ("text", "sft", ""),
+        ("prompt chosen", "", "grpo"),
+        ("story", "", ""),
+    ],
+)
+def test_columns_of_another_method_name_it(tmp_path, columns, meant, others):
+    """Catches preferences that sft refuses without a word of dpo, for every pair of a method and columns; and a look at
+    a file before the ranks start that refuses what they would train on, or lets pass what they would refuse."""
+    row = dict.fromkeys(columns.split(), "x")
+    path, odd = (write_jsonl(tmp_path / name, [*first, row]) for name, first in (("a.jsonl", []), ("b.jsonl", ["{"])))
+    for name, method in METHODS.items():
+        is_right = name in (meant, *others.split())
+        assert method.takes(list(row)) == is_right
+        config = make_config(name).model_copy(update={"dataset": path})
+        check_data(config.model_copy(update={"dataset": odd}))  # told with its line, later
+        if is_right or not meant:
+            check_data(config)
+            continue
+        with pytest.raises(DataError, match=f"choose method {meant}") as early:
+            check_data(config)
+        assert early.value.option == "method"
+        with pytest.raises(DataError) as late:
+            prepare(DataOptions(dataset=path), make_tokenizer(CHATML), tmp_path / "cache", method)
+        assert str(late.value) == str(early.value)
 
 
 def test_rewards_are_found_as_trls_command_finds_them(tmp_path, monkeypatch):

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from lorashard.config.base_options import RankOptions
-from lorashard.config.options import Option, read_trainer_options, read_yaml_options
+from lorashard.config.bounds import TRAINER_BOUNDS
+from lorashard.config.methods import METHODS
+from lorashard.config.options import Option, find_nearest, read_trainer_options, read_yaml_options
 from lorashard.config.quantization_options import Quantization
 from lorashard.config.run_config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, RunConfig, read_known_options
+from lorashard.config.trackers import TRACKERS, check_trackers
 from lorashard.config.use_options import ChatOptions
 from lorashard.errors import ConfigError
 
@@ -36,6 +39,22 @@ def test_tables_name_real_options() -> None:
     assert not set(REFUSED_OPTIONS) & set(RunConfig.model_fields)
     spelled_anew = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
     assert not (set(ALIASES) - spelled_anew) & set(known)
+
+
+def test_what_is_suggested_may_be_given() -> None:
+    """Catches a suggestion that is refused in its turn, and one of other letters for two that are swapped."""
+    offered = {
+        "fsdp_confg": None,
+        "lr_schedular_type": "lr_scheduler_type",
+        "peft_config": "lora_r",
+        "config": "options",
+    }
+    for name, expected in offered.items():
+        with pytest.raises(ConfigError) as error:
+            resolve(f"--{name}", "1")
+        said = str(error.value)
+        assert not any(f"'{refused}'" in said for refused in REFUSED_OPTIONS) and (expected or "") in said, said
+    assert find_nearest("prot", ["root", "port"]) == "port"
 
 
 def test_options_reach_those_that_they_are_for() -> None:
@@ -418,3 +437,60 @@ def test_a_quantization_of_a_script_is_checked_as_an_option_is(options):
     with pytest.raises(ConfigError) as caught:
         Quantization(**options)
     assert caught.value.option == "quantization" and options["format"] in caught.value.found
+
+
+def test_numbers_that_cannot_work_are_refused_where_they_are_written(tmp_path: Path) -> None:
+    """Catches a number that fails after a minute, in each rank: a limit that is missing, or is told without its line;
+    and a limit that refuses what TRL itself has as its default, or that belongs to no option."""
+    for written in (
+        "learning_rate: -1",
+        "per_device_train_batch_size: 0",
+        "num_train_epochs: -3",
+        "max_steps: 0",
+        "logging_steps: 0",
+        "save_steps: 1.5",
+        "max_length: 1",
+        "lora_r: 0",
+        "lora_dropout: 1",
+        "warmup_steps: -1",
+        "weight_decay: -0.1",
+        "max_grad_norm: -1",
+        "num_train_epochs: inf",
+        "adam_beta2: 1",
+        "seed: -1",
+    ):
+        with pytest.raises(ConfigError, match="run.yaml, line 4") as caught:
+            resolve_yaml(tmp_path, written)
+        assert caught.value.option == written.partition(":")[0] and "expected a " in str(caught.value)
+    assert resolve("--max_grad_norm", "inf", "--max_steps", "-1", "--warmup_steps", "0").trainer["max_steps"] == -1
+    assert resolve("--save_steps", "0.5", "--logging_steps", "1").trainer["save_steps"] == 0.5  # a share of all steps
+    nobodys = set(TRAINER_BOUNDS)
+    for method in METHODS.values():
+        for option in read_trainer_options(method.config_class).values():
+            nobodys.discard(option.name)
+            if option.name in TRAINER_BOUNDS and option.default:
+                option.parse(option.default)
+    assert not nobodys
+
+
+def test_trackers_are_those_of_transformers() -> None:
+    """Catches a tracker that transformers knows and lorashard refuses, or the reverse; and one whose package is
+    missing, which the trainer tells after the model is loaded."""
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    assert set(TRACKERS) == set(INTEGRATION_TO_CALLBACK)
+    for name in TRACKERS:
+        if name not in get_available_reporting_integrations() and TRACKERS[name]:
+            with pytest.raises(ConfigError, match=f"{name} needs"):
+                check_trackers([name])
+        elif TRACKERS[name]:
+            check_trackers(name)
+    with pytest.raises(ConfigError, match="pip install azureml-sdk"):
+        check_trackers("azure_ml")
+    check_trackers("all")
+    check_trackers(None)
+    with pytest.raises(ConfigError, match="report_to.*'wandbb'; did you mean 'wandb'"):
+        resolve("--report_to", "wandbb")

@@ -113,7 +113,8 @@ def test_leftovers_of_a_killed_process_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_same_inputs_are_prepared_once(tmp_path: Path) -> None:
-    """Catches a key that hangs on what does not matter: padding that a call left behind in the tokenizer."""
+    """Catches a key that hangs on what does not matter: padding that a call left behind in the tokenizer, or the seed
+    of a job of a sweep where nothing is shuffled."""
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS), shuffle_dataset=True)
     tokenizer = make_tokenizer()
     first = prepare(options, tokenizer, tmp_path / "cache")
@@ -122,6 +123,10 @@ def test_same_inputs_are_prepared_once(tmp_path: Path) -> None:
     second = prepare(options, tokenizer, tmp_path / "cache")
     assert (first.train[:], first.report, first.path) == (second.train[:], second.report, second.path)
     assert second.path.stat().st_ino == inode
+    for is_shuffled in (True, False):
+        seeds = (options.model_copy(update={"seed": seed, "shuffle_dataset": is_shuffled}) for seed in (1, 2))
+        paths = {prepare(one, tokenizer, tmp_path / "cache").path for one in seeds}
+        assert len(paths) == 1 + is_shuffled
 
 
 def test_each_input_counts(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from lorashard.config.data_options import DataOptions
 from lorashard.data.prepare import prepare
 from lorashard.data.preview import preview, render_preview, split_text
 from lorashard.data.tokenizer import load_tokenizer
+from lorashard.data.visible import show_unseen
 from lorashard.errors import CheckpointError, ConfigError
 
 ROWS = [{"messages": chat("How many?", "72 🦙 clips.", "And in May?", "24 \x1b[2J")}, {"messages": chat("a")}]
@@ -35,11 +36,13 @@ def test_preview_marks_what_is_supervised(tmp_path: Path) -> None:
     options = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", ROWS), on_bad_row="skip")
     first, second = preview(options, tokenizer, 5)
     row = prepare(options, tokenizer, tmp_path / "cache").train[0]
-    assert first.num_tokens == len(row["input_ids"])
-    assert first.num_supervised_tokens == sum(label != -100 for label in row["labels"])
-    shown = "".join(f"⟦{text}⟧" if is_supervised else text for text, is_supervised in first.tokens).replace("⟧⟦", "")
+    (sequence,) = first.sequences
+    assert sequence.num_tokens == len(row["input_ids"])
+    assert sequence.num_supervised_tokens == sum(label != -100 for label in row["labels"])
+    marked = [f"⟦{text}⟧" if is_supervised else text for text, is_supervised in sequence.tokens]
+    shown = "".join(marked).replace("⟧⟦", "")
     assert [part.split("⟧")[0] for part in shown.split("⟦")[1:]] == find_supervised(row, tokenizer)
-    assert second.tokens == [] and second.problem is not None and second.problem.startswith("nothing supervised")
+    assert second.sequences == [] and second.problem is not None and second.problem.startswith("nothing supervised")
     assert json.loads(json.dumps(asdict(first)))["place"] == "rows.jsonl line 1"
 
 
@@ -56,6 +59,7 @@ def test_rendered_preview(tmp_path: Path) -> None:
     assert "supervised: assistant turns (incremental rendering)" in plain
     assert "nothing supervised" in plain.partition("rows.jsonl line 2 · messages · ")[2]
     assert "\x1b" not in plain and "␛[2J" in plain
+    assert show_unseen(f"a\u202eb\u200b é🦙\n{chr(0xD800)}\u3164") == "a⟨U+202E⟩b⟨U+200B⟩ é🦙\n⟨U+D800⟩⟨U+3164⟩"
     colored = render_preview(rows, color=True)
     assert "\x1b[32m72 🦙 clips.<|im_end|>\n\x1b[0m" in colored
     assert "\x1b[2J" not in colored
@@ -63,6 +67,18 @@ def test_rendered_preview(tmp_path: Path) -> None:
     [row] = preview(DataOptions(dataset=path, max_length=10), make_tokenizer(), 1)
     num_tokens = len(make_tokenizer()("x " * 100 + "</s>")["input_ids"])
     assert f"10 tokens, truncated from {num_tokens}, " in render_preview([row])
+
+
+def test_the_middle_of_a_long_sequence_is_left_out(tmp_path: Path) -> None:
+    """Catches a row of 300,000 tokens that is decoded and sent whole, and one whose end, the answer, is not shown."""
+    options = DataOptions(
+        dataset=write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "so " * 500, "completion": "END"}]), max_length=None
+    )
+    (whole,) = preview(options, make_tokenizer(), 1)[0].sequences
+    (short,) = preview(options, make_tokenizer(), 1, max_tokens=40)[0].sequences
+    assert (short.num_tokens, short.num_supervised_tokens) == (whole.num_tokens, whole.num_supervised_tokens)
+    assert len(short.tokens) == 40 and short.num_left_out == whole.num_tokens - 40 and whole.num_left_out == 0
+    assert short.tokens[:20] == whole.tokens[:20] and short.tokens[-5:] == whole.tokens[-5:]
 
 
 def save(folder: Path, **options: object) -> str:

@@ -20,8 +20,8 @@ from lorashard.model import compiling, fusing
 from lorashard.model.fusing import Numerics, choose_numerics
 from lorashard.runs.checkpoints import place_partial, publish
 from lorashard.training.arguments import build_arguments
+from lorashard.training.preparing import settle_numerics
 from lorashard.training.resume import Facts
-from lorashard.training.train import settle_numerics
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NF4 = Quantization("nf4")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.cases import slow
 from helpers.planning import build_meta, build_sized, build_trained, measure_peak
 from helpers.tiny import make_batch, set_checkpointing
 from peft import PeftModel
@@ -190,11 +191,10 @@ def test_layers_that_differ_keep_what_each_of_them_keeps():
 
     recomputed, saved = (trace(build(), replace(CPU, checkpointing=kind)) for kind in ({}, None))
     assert len(set(saved.layers_saved)) == 2
-    for num_layers in (1, 2):
-        model = build()
-        checkpoint_some(model, num_layers)
-        expected = trace(model, replace(CPU, checkpointing={})).saved_bytes
-        assert recompute_some(recomputed, saved, num_layers).saved_bytes == pytest.approx(expected, rel=0.05)
+    model = build()
+    checkpoint_some(model, 1)
+    expected = trace(model, replace(CPU, checkpointing={})).saved_bytes
+    assert recompute_some(recomputed, saved, 1).saved_bytes == pytest.approx(expected, rel=0.05)
 
 
 def test_experts_are_traced():
@@ -284,7 +284,7 @@ LAYER_NORMS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"), (("gpt2", {}), ("neox", None), ("falcon", None), ("phi", None)), ids=str
+    ("family", "checkpointing"), (("gpt2", {}), ("neox", None), slow("falcon", None), slow("phi", None)), ids=str
 )
 def test_norms_are_planned_in_the_dtype_that_the_devices_autocast_gives_them(family, checkpointing):
     """Catches a plan that fits and a run that does not: on CUDA a layer norm keeps and hands on float32."""

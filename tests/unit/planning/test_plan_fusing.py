@@ -69,6 +69,6 @@ def test_the_plan_says_what_fused_gains_and_computes_with_it(tmp_path):
     )
     gain = plain.choice.step_s / fused.choice.step_s - 1
     assert 0.05 < gain < 1
-    assert plain.notes[-1] == f"numerics: fused would gain about {gain:.0%} (predicted)"
+    assert plain.notes[-1] == f"numerics: fused would gain about {gain:.0%} by torch.compile (predicted)"
     assert f"predicted to gain {gain:.0%}" in fused.notes[-1]
     assert "would gain less than" in quantized.notes[-1] and quantized.choice.step_s > plain.choice.step_s

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +18,22 @@ from transformers import LlamaConfig
 from lorashard.cli import main
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import CheckpointError, ConfigError
+from lorashard.planning import auto
 from lorashard.planning.hardware import HardwareOptions, find_gpu_type, guess_gpu_type, known_gpu_types, usable_bytes
 from lorashard.planning.probe import probe, time_file
-from lorashard.planning.run_plan import describe_training
+from lorashard.planning.run_plan import describe_training, forecast
 from lorashard.planning.size import ModelSize, build_meta_model, compare_with_headers, measure_model
+from lorashard.planning.trace import trace
 
 GIB = 2**30
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    """A folder with a config.json alone."""
-    build_base("llama").config.save_pretrained(tmp_path / "base")
-    return str(tmp_path / "base")
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    """A folder with a config.json alone; what was traced of it is recalled from one test to another."""
+    folder = tmp_path_factory.mktemp("base")
+    build_base("llama").config.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_a_plan_needs_a_config_alone(base, capsys):
     assert found["rows"][found["chosen"]]["placement"]["placement"] == "replicate"
     assert {row["placement"]["placement"] for row in found["rows"]} == {"replicate", "shard", "host", "file"}
     assert all(row["dataset_s"] > 0 for row in found["rows"])
-    assert any("planned from config.json alone" in note for note in found["notes"])
+    assert any("planned from config.json alone" in note for note in found["notes"]) and found["estimate"] is None
 
 
 def test_options_of_a_run_change_its_plan(base, capsys):
@@ -157,6 +162,32 @@ def test_ranks_on_the_cpu_are_planned_for(base, tmp_path, monkeypatch, capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["placement"]["placement"] for row in rows} == {"replicate", "shard", "file"}
     assert list(tmp_path.glob(".cache/lorashard/speeds.json"))
+
+
+def test_a_trace_is_recalled_until_the_model_or_the_microbatch_changes(base, monkeypatch, tmp_path):
+    """Each edit of a form traced again; and a plan of another adapter, length or config would be that of the last."""
+    base = shutil.copytree(base, tmp_path / "base")  # whose config is changed
+    traced, found = [], []
+
+    def trace_once(*args):
+        found[:] = found or [trace(*args)]
+        traced.append(1)
+        return found[0]
+
+    monkeypatch.setattr(auto, "trace", trace_once)
+
+    def count(**options) -> int:
+        before = len(traced)
+        given = {"model_name_or_path": str(base), "max_length": 8, "gpus": 2} | options
+        forecast(RunConfig(**given), HardwareOptions("l4"))
+        return len(traced) - before
+
+    assert count() == 2  # with and without activation checkpointing
+    assert count(placement="shard", resident_layers=1) == count(learning_rate=1.0, gpus=4) == 0
+    assert count(lora_r=2) == count(max_length=9) == 2
+    config = Path(base, "config.json")
+    config.write_text(config.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
+    assert count() == 2
 
 
 def test_a_damaged_cache_of_speeds_is_measured_again(tmp_path, caplog):
@@ -228,3 +259,15 @@ def test_a_microbatch_is_what_the_options_say():
     config = RunConfig(model="m", max_length=None)
     training = describe_training(config, "cuda", 2, longest_tokens=300, epoch_tokens=1000)
     assert (training.microbatch.row_tokens, training.dataset_tokens) == (300, 3000)
+
+
+def test_positions_begin_anew_with_each_packed_example():
+    """Catches a warning that sequences are longer than the model was made for, where only packed ones are; and none
+    where examples run on from one sequence to the next."""
+
+    def find_longest(longest_tokens: int | None, **options: Any) -> int | None:
+        config = RunConfig(model="m", max_length=4096, packing=True, **options)
+        return describe_training(config, "cuda", 1, longest_tokens).longest_tokens
+
+    assert (find_longest(None), find_longest(300), find_longest(9000)) == (None, 300, 4096)
+    assert find_longest(300, packing_strategy="wrapped") == 4096

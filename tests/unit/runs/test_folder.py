@@ -25,7 +25,7 @@ from lorashard.runs import checkpoints as manifest
 from lorashard.runs.events import read_events
 from lorashard.runs.folder import Run
 from lorashard.runtime import join as joining
-from lorashard.training import train
+from lorashard.training import one_run
 from lorashard.training.callbacks import RunCallback
 from lorashard.training.meter import RankMeter
 
@@ -155,7 +155,7 @@ def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
     for describe, find_home in ((refuse, Path.home), (lambda: None, has_no_home)):
         monkeypatch.setattr(Path, "home", find_home)
         (tmp_path / "plan.json").write_text("{}")
-        assert train._foresee(config, describe, torch.device("cpu"), run, told.append) is None
+        assert one_run._foresee(config, describe, torch.device("cpu"), run, told.append) is None
         assert not (tmp_path / "plan.json").exists()
     assert "KeyError: 'max_completion_length'" in told[0] and "RuntimeError" in told[1]
 
@@ -166,6 +166,6 @@ def test_a_plan_that_takes_too_long_is_given_up(tmp_path):
     options = {"model_name_or_path": str(tmp_path), "dataset": "d.jsonl", "output_dir": str(tmp_path), "max_length": 8}
     config = RunConfig(**options, placement="file", dtype="float32")
     known = describe_base(config), describe_training(config, "cpu", 1), torch.device("cpu"), config, 1, None
-    assert plan_given(*known).to_json()["rows"]
     with pytest.raises(PlanError, match="TimeoutError"), explained_planning():
         plan_given(*known, longest_s=0)
+    assert plan_given(*known).to_json()["rows"]

@@ -22,8 +22,8 @@ from lorashard.runs.checkpoints import place_partial, publish
 from lorashard.runtime import dtypes
 from lorashard.runtime.dtypes import choose_dtype, explain_slow_bfloat16, read_dtype
 from lorashard.training.arguments import build_arguments
+from lorashard.training.preparing import settle_dtype
 from lorashard.training.resume import Facts
-from lorashard.training.train import settle_dtype
 
 CPU = torch.device("cpu")
 SLOW = "this CPU is slow"

@@ -14,7 +14,7 @@ import torch
 from helpers.ui_runs import make_rank_lines, make_run, make_steps, owned, write_lines
 from helpers.waiting import wait_until
 
-from lorashard.errors import TrainingError
+from lorashard.errors import ConfigError, RunStopped, TrainingError
 from lorashard.runs.checkpoints import place_partial, publish
 from lorashard.runs.events import EventLog
 from lorashard.runs.status import Status
@@ -80,6 +80,23 @@ def test_a_failure_is_told_with_what_to_do(tmp_path, error, advice):
     """The same advice for a full disk and for data that cannot be learned from sends the person to the wrong place."""
     fail(make_run(tmp_path), Failure.of_error(error))
     assert advice in find(tmp_path)[0].sentence
+
+
+@pytest.mark.parametrize(
+    "state, error, expected",
+    [
+        ("stopped", RunStopped(signal="SIGUSR1", step=7, checkpoint="/runs/one/checkpoint-7"), "saved in checkpoint-7"),
+        ("stopped", RunStopped("nothing to save", signal="SIGTERM", fix="resume with --resume auto"), "press Resume"),
+        ("failed", TrainingError("loss nan", fix="resume without (--on_nonfinite skip --resume auto)"), "a clone"),
+        ("failed", ConfigError("no room", fix="give --global_batch_size 8"), "give global_batch_size 8"),
+    ],
+)
+def test_an_end_is_told_in_words_of_the_page(tmp_path, state, error, expected):
+    """Beside a button `Resume` stands `go on with --resume auto`, and what no button can do."""
+    folder = make_run(tmp_path)
+    Status.carry_on(folder, EventLog(folder, None, print)).end(state, Failure.of_error(error))
+    (alert,) = find(tmp_path, state)
+    assert expected in alert.sentence and "--" not in alert.sentence
 
 
 def test_a_checkpoint_that_was_passed_over_is_told(tmp_path):

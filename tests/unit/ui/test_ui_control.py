@@ -20,7 +20,16 @@ from helpers.waiting import wait_until
 from lorashard.errors import ConfigError
 from lorashard.runs.lock import find_owner, find_process, lock_run
 from lorashard_ui.reading.runs import Runs
-from lorashard_ui.running.control import delete_run, explain_no_resume, resume_run, save_run, start_run, stop_run
+from lorashard_ui.running.control import (
+    delete_merged,
+    delete_run,
+    explain_no_resume,
+    resume_run,
+    save_run,
+    start_run,
+    stop_run,
+)
+from lorashard_ui.running.jobs import Jobs
 
 # Says which signals it got, and goes on.
 DEAF = """
@@ -221,6 +230,23 @@ def test_of_two_tabs_that_resume_a_run_one_does(root, stand_in):
     assert len(refusals) == 2 and all("is starting" in refusal for refusal in refusals)
 
 
+def test_of_two_starts_without_a_name_both_begin(root, stand_in):
+    """Two tabs are suggested the same name, which nobody chose: one would be told that it is taken, or would start in
+    the other's folder."""
+    stand_in("exec sleep 60")
+    found: list[str] = []
+    tabs = [
+        threading.Thread(target=lambda: found.append(start_run(root, "base-train", make_yaml(), is_suggested=True)))
+        for _ in range(3)
+    ]
+    for tab in tabs:
+        tab.start()
+    for tab in tabs:
+        tab.join()
+    assert sorted(found) == ["base-train", "base-train-2", "base-train-3"]
+    assert sorted(path.name for path in root.iterdir()) == sorted(found)
+
+
 def test_what_the_launcher_refuses_at_once_is_said(root, stand_in):
     """A run that is listed as failed where a sentence would do."""
     failure = json.dumps({"message": "", "fields": ConfigError("needs GPUs", option="gpus").to_json()})
@@ -312,6 +338,31 @@ def test_a_run_that_cannot_be_resumed_says_why(root, tmp_path):
     assert explain_no_resume(root, "run") is None  # it begins anew
     (folder / "adapter_config.json").touch()
     assert "complete checkpoint" in explain("run")
+
+
+def test_a_merged_model_is_deleted_and_nothing_else(root, stand_in):
+    """A run, a base that was put beside the runs, or a model that a job or a run still reads, gone by one click."""
+    models = ("merged", "in-use", "trained", "base", "run")
+    for name in (*models, "mine"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text("{}")
+    for name in models:
+        (root / name / "model.safetensors").write_text("")
+    (root / "run" / "adapter_config.json").write_text("{}")
+    (root / "run" / "asked.yaml").write_text(f"model_name_or_path: {root / 'trained'}\n")
+    stand_in("exec sleep 60")
+    jobs = Jobs(root)
+    for name in ("merged", "in-use", "trained"):
+        jobs.cancel(jobs.start("merge", "run", [sys.executable, "-c", "", str(root / name)]))
+    job = jobs.start("verify", "run", [sys.executable, "-c", "", "--merged", str(root / "in-use")])
+    refused = {"run": "no merged", "mine": "no merged", "../runs": "name of a", "in-use": "a job uses"}
+    for name, said in (refused | {"base": "was not merged here", "trained": "'run' has trained as its base"}).items():
+        with pytest.raises(ConfigError, match=said):
+            delete_merged(root, name)
+    jobs.cancel(job)
+    delete_merged(root, "merged")
+    assert not (root / "merged").exists() and not list(root.glob(".deleted*"))
+    assert all((root / name).exists() for name in (*models[1:], "mine"))
 
 
 def test_only_a_runs_own_folder_is_deleted(root, tmp_path):

@@ -12,10 +12,13 @@ from lorashard.config.options import read_command_line
 from lorashard.config.run_config import RunConfig, read_known_options
 from lorashard.config.use_options import MergeOptions
 from lorashard.errors import ConfigError
+from lorashard.runtime.devices import count_cores
+from lorashard.runtime.gpus import Gpu
 from lorashard_ui.form import form
 from lorashard_ui.form.exporting import AS_TRAINED, MERGED_BASES
 from lorashard_ui.form.form import BASIC, MORE, NAME
 from lorashard_ui.form.paths import Allowed
+from lorashard_ui.pages.new_run_updates import summarize
 
 
 @pytest.fixture
@@ -26,6 +29,8 @@ def read(tmp_path, monkeypatch):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "files/rows.jsonl").write_text("{}\n")
     allowed = Allowed(tmp_path / "runs", [tmp_path / "files"])
+    gpus = [Gpu(index, f"GPU-{index}", "a GPU", 2**34, 2**34) for index in range(2)]
+    monkeypatch.setattr(form, "list_gpus", lambda: gpus)
 
     def read(**texts: str) -> form.Form:
         given = {"model_name_or_path": "files/base", "dataset": "files/rows.jsonl", MORE: "", NAME: ""} | texts
@@ -43,9 +48,41 @@ HARD = {
     "max_length": "null",
     "packing": "no",
     "quantization": "nf4",
-    MORE: "warmup_steps: 0.1\nlr_scheduler_kwargs: {num_cycles: 2, deep: {a: [1, null, true]}}\nreport_to: 'no'\n"
+    MORE: "warmup_steps: 0.1\nlr_scheduler_kwargs: {num_cycles: 2, deep: {a: [1, null, true]}}\nproject: 'no'\n"
     "run_name: 'true'\noptim_args: '-a=b $(id)'\nlogging_steps: 25\n",
 }
+
+
+def test_a_sweeps_mistakes_are_shown_where_it_is_written(read, tmp_path):
+    """Catches a job's mistake at the field of all jobs, and a job that reads what the form's own field may not."""
+    jobs = '{"jobs": [{"name": "a", "dataset": "files/rows.jsonl"}, {"name": "b", %s}]}'
+    assert read(sweep=jobs % '"lora_r": 4', dataset="", max_steps="3").missing == ()
+    for option in ('"lora_r": 0', '"dataset": "/etc/passwd"', '"dataset": "json"', '"max_length": 9'):
+        for fields in ({"sweep": jobs % option}, {MORE: f"sweep: {jobs % option}"}):
+            assert list(read(**fields, max_steps="3", lora_r="8").problems) == list(fields)
+    started = Allowed(tmp_path / "runs", start=tmp_path)  # whose folder is read for models and datasets alone
+    texts = {"model_name_or_path": "files/base", "sweep": jobs % '"dataset": "./files/rows.jsonl"', "max_steps": "3"}
+    assert form.read_form(texts, tmp_path / "runs", started).problems == {}
+    assert list(read(sweep="/etc/passwd").problems) == ["sweep"]  # a file here is the server's
+
+
+def test_several_values_in_a_field_are_a_sweep(read, tmp_path):
+    """Catches values of which one is lost, a mistake among them that is told elsewhere, a list, path or pattern that is
+    split at its commas, and a summary, YAML or command that does not say that jobs are meant."""
+    filled = read(lora_r="8, 16", learning_rate="1e-4,2e-4", use_dora="true, false", max_length="64")
+    assert filled.problems == {} and len(filled.jobs) == 8
+    grid = {"lora_r": [8, 16], "learning_rate": [1e-4, 2e-4], "use_dora": [True, False]}
+    assert filled.values["sweep"] == {"grid": grid} and not grid.keys() & filled.values.keys()
+    assert "8 jobs: lora_r-8_" in summarize(filled) and "sweep:" in filled.to_yaml()
+    assert RunConfig.resolve(None, filled.to_words(tmp_path / "runs")).sweep == {"grid": grid}
+    assert read(**form.fill_fields(filled.values, [*BASIC, MORE])).values == filled.values
+    both = read(lora_r="8, 16", **{MORE: "sweep: {jobs: [{name: a, lora_r: 4}]}"})
+    assert both.jobs == ("lora_r-8", "lora_r-16", "a")
+    for name, text in (("lora_r", "8, x"), ("learning_rate", "1e-4, -1"), ("lora_r", "8,"), ("max_length", "8, 16")):
+        assert list(read(**{name: text}).problems) == [name]
+    for name, text in (("lora_target_modules", "q_proj,v_proj"), ("dataset", "files/a,b.jsonl")):
+        assert "sweep" not in read(**{name: text}).values
+    assert summarize(read(lora_r="8")).count("jobs") == 0
 
 
 def test_command_and_yaml_say_what_the_form_says(read, tmp_path):
@@ -98,10 +135,15 @@ def test_words_of_every_option_read_back():
     ("field", "text", "said"),
     [
         ("lora_r", "x", "lora_r: expected a whole"),
-        ("learning_rate", "fast", "learning_rate: expected a number, found 'fast'"),
+        ("learning_rate", "fast", "learning_rate: expected a number above 0, found 'fast'"),
         ("method", "sfx", "method: expected one of"),
         ("quantization", "nf5", "quantization: expected one of 'none', 'nf4', 'int8', 'fp8', found 'nf5'"),
         ("max_length", "1.5", "max_length: "),
+        ("learning_rate", "-1", "learning_rate: expected a number above 0, found -1"),
+        ("gpus", "3", "gpus: expected at most 2"),
+        ("cpu", str(8 * count_cores() + 1), "cpu: expected at most"),
+        (MORE, "report_to: os", "report_to: expected of"),
+        (MORE, "report_to: clearml", "pip install clearml"),
         ("eval_dataset", "/etc/passwd", "--allow"),
         ("sample_prompts", "[" * 3000, "sample_prompts"),
         (NAME, "../up", "name of a"),
@@ -134,11 +176,18 @@ def test_mistakes_of_several_fields_are_all_told(read):
         "learning_rate",
         "packing",
     }
-    for wrong in ({"gpus": "0,", "cpu": "2"}, {"quantization": "int8", MORE: "load_in_4bit: true"}, {"lora_r": "0"}):
+    for wrong in (
+        {"gpus": "0,", "cpu": "2"},
+        {"global_batch_size": "7", "cpu": "2"},
+        {"dtype": "float16", "cpu": "1"},
+        {"quantization": "int8", MORE: "load_in_4bit: true"},
+        {"lora_r": "0"},
+    ):
         ((place, error),) = read(**wrong).problems.items()
         assert place == error.option and place in wrong, error
-    ((place, error),) = read(more="eval_strategy: epoch").problems.items()
-    assert place in ("", error.option), error
+    for more in ("eval_strategy: epoch", "report_to: wandbb"):
+        ((place, error),) = read(more=more).problems.items()
+        assert place == MORE and error.option in more
     empty = read(model_name_or_path="", dataset=" ")
     assert empty.missing == ("model_name_or_path", "dataset") and empty.problems == {}
 

@@ -95,7 +95,7 @@ def test_a_job_ends_as_its_command_does(jobs, root, list_children, monkeypatch):
     theirs = "import os; assert not {'RANK', 'GRADIO_SERVER_PORT'} & os.environ.keys() and os.environ['HF_HOME']"
     good = jobs.start("merge", "first", run_python(f"{theirs}; print('all good')"))
     bad = jobs.start("verify", "second", run_python("import sys; print('token hf_abcdefghijkl'); sys.exit(3)"))
-    assert list_children() == []
+    wait_until(lambda: list_children() == [], lambda: str(list_children()))
     done = wait_for(jobs, good, "done")
     failed = wait_for(jobs, bad, "failed")
     assert (done.exit_code, done.progress, done.last_line, done.run_name) == (0, 1.0, "all good", "first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,27 @@ def test_paths_outside_are_refused(allowed, path):
     for option in ("dataset", "eval_dataset", "model_name_or_path", "chat_template_path", "resume_from_checkpoint"):
         with pytest.raises(ConfigError, match=option):
             allowed.check_options({option: path})
+
+
+def test_the_folder_of_the_start_is_read_but_for_what_is_hidden(tmp_path, monkeypatch):
+    """Catches keys and tokens of a home that may be named as a dataset, also through a link; a file of the folder that
+    an option writes; and all of a machine whose server was started in `/`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs", "work/data/.keys", "work/.ssh", "else"):
+        (tmp_path / name).mkdir(parents=True)
+    os.symlink(tmp_path / "work/.ssh", tmp_path / "work" / "link")
+    os.symlink(tmp_path / "else", tmp_path / "work" / "outside")
+    started = Allowed(tmp_path / "runs", start=tmp_path / "work")
+    for path in ("work", "work/data/rows.jsonl"):
+        started.check_options({"dataset": path, "model_name_or_path": path})
+    for path in ("work/.ssh/id_rsa", "work/data/.keys/a", "work/link/id_rsa", "work/outside/a", "work/../else/a"):
+        with pytest.raises(ConfigError, match="nothing hidden"):
+            started.check_options({"dataset": path})
+    for option in ("logging_dir", "resume_from_checkpoint", "accelerator_config"):
+        with pytest.raises(ConfigError, match=option):
+            started.check_options({option: "./work/data"})
+    with pytest.raises(ConfigError, match="dataset"):
+        Allowed(tmp_path / "runs", start=Path("/")).check("/etc/passwd", "dataset")
 
 
 def test_links_are_followed(allowed, tmp_path):

@@ -19,7 +19,8 @@ def runs(tmp_path):
 
 
 def test_the_table_has_every_run_and_nothing_else(runs, tmp_path):
-    """A folder of jobs, a file, or a merged model is offered to be stopped and deleted."""
+    """A folder of jobs, a file, or a merged model is offered to be stopped and deleted, or a run whose name a browser
+    may not send is left out without a word."""
     make_run(tmp_path, "old", begin_s=1.0)
     make_run(tmp_path, "new", begin_s=2.0)
     make_run(tmp_path, ".jobs")
@@ -27,11 +28,13 @@ def test_the_table_has_every_run_and_nothing_else(runs, tmp_path):
     (tmp_path / "merged/config.json").write_text("{}")
     (tmp_path / "a file").touch()
     (tmp_path / "link").symlink_to("/")
+    make_run(tmp_path, "\U0001f600<b>")
     (tmp_path / "asked").mkdir()
     (tmp_path / "asked/asked.yaml").write_text("model_name_or_path: org/other\nmethod: dpo\ngpus: [0, 2]\n")
     rows = runs.list()
     assert [row.name for row in rows] == ["asked", "new", "old"]
     assert (rows[0].state, rows[0].model, rows[0].method, rows[0].num_ranks) == ("starting", "org/other", "dpo", 2)
+    assert runs.list_misnamed() == ["\U0001f600<b>"]
 
 
 def test_a_row_says_what_its_run_does(runs, tmp_path):
@@ -46,6 +49,18 @@ def test_a_row_says_what_its_run_does(runs, tmp_path):
     assert (row.model, row.dataset, row.method, row.begin_s) == ("org/model", "rows.jsonl", "sft", 5.0)
     assert row.has_adapter and not row.has_samples and row.size_bytes > 1000 and row.eta_s is None
     assert runs.get("one").summary() == row
+    assert row.duration_s == row.update_s - row.begin_s and row.trend[0] == (1, 10) and row.trend[-1][0] == 21
+
+
+def test_the_small_curve_of_a_long_run_is_of_all_of_it(runs, tmp_path):
+    """Catches a curve of the last steps alone, one that reads hundreds of megabytes for each row of the table, and one
+    that runs back where steps were run again."""
+    folder = make_run(tmp_path, steps=5)
+    write_lines(folder / "metrics.jsonl", make_steps(range(3, 20_000)))
+    (row,) = runs.list()
+    steps = [step for step, _ in row.trend]
+    assert steps == sorted(set(steps)) and steps[0] < 50 and steps[-1] == 19_999 and len(steps) <= 48
+    assert max(after - before for before, after in zip(steps, steps[1:], strict=False)) < 2_000
 
 
 def test_an_evaluation_long_ago_is_found(runs, tmp_path):
@@ -112,6 +127,36 @@ def test_curves_of_a_resumed_run_have_each_step_once(runs, tmp_path):
     assert reader.series(["loss"])["loss"][0] == list(range(1, 30))
     (folder / "metrics.jsonl").unlink()
     assert reader.series(["loss"]) == {}
+
+
+@pytest.mark.parametrize("is_cut", (True, False))
+@pytest.mark.parametrize("is_told", (True, False))
+def test_tokens_are_those_of_the_whole_run(runs, tmp_path, is_cut, is_told):
+    """The trainer counts from 0 again after a resume: a curve over tokens runs back and overlays itself."""
+    folder = make_run(tmp_path, steps=0)
+    lines = [{"step": step, "num_tokens": 100 * step} for step in range(1, 7)]
+    again = [{"step": step, "num_tokens": 100 * (step - 4)} for step in range(5, 8)]
+    reader = runs.get("one")
+    write_lines(folder / "metrics.jsonl", lines)
+    assert reader.series(["num_tokens"])["num_tokens"][1][-1] == 600
+    if is_told:
+        write_lines(folder / "events.jsonl", [{"time": 1.0, "kind": "start", "rank": 0, "resumed_step": 4}])
+    if is_cut:
+        write_lines(folder / "metrics.jsonl", lines[:4], mode="w")
+    for line in again:
+        write_lines(folder / "metrics.jsonl", [line])
+        reader.series(["num_tokens"])
+    for one in (reader, Runs(tmp_path).get("one")):
+        assert one.series(["num_tokens"])["num_tokens"][:2] == (list(range(1, 8)), [100 * x for x in range(1, 8)])
+
+
+def test_a_count_that_is_larger_after_a_resume_is_added_too(runs, tmp_path):
+    """Only a smaller count would tell that the run was resumed; the event tells it always."""
+    folder = make_run(tmp_path, steps=0)
+    write_lines(folder / "events.jsonl", [{"time": 1.0, "kind": "start", "rank": 0, "resumed_step": 1}])
+    lines = [{"step": 1, "num_tokens": 100}, {"step": 11, "num_tokens": 1000}]
+    write_lines(folder / "metrics.jsonl", lines)
+    assert runs.get("one").series(["num_tokens"])["num_tokens"][1] == [100, 1100]
 
 
 def test_a_refresh_reads_what_is_new_alone(runs, tmp_path, monkeypatch):

@@ -24,6 +24,19 @@ def test_a_spike_of_one_step_and_both_ends_survive_thinning():
     assert xs == sorted(set(xs))
 
 
+def test_a_closer_look_shows_every_step_and_keeps_what_stands_out_elsewhere():
+    """A spike of one step is a triangle of 200 steps however far one zooms in; or zooming out has lost the others."""
+    ys = np.ones(100_000)
+    ys[33_333], ys[50_010] = 50.0, 9.0
+    series = make_series(ys)
+    xs, found, _ = series.points(500, 0.0, (50_000, 50_200))
+    assert len(xs) <= 1000 and xs == sorted(set(xs)) and set(range(50_000, 50_201)) <= set(xs)
+    assert {(33_333, 50.0), (50_009, 1.0), (50_010, 9.0), (50_011, 1.0)} <= set(zip(xs, found, strict=True))
+    assert (xs[0], xs[-1]) == (0, 99_999)
+    for nowhere in ((-9.0, -1.0), (1e9, 2e9)):
+        assert series.points(500, 0.0, nowhere)[0] == series.points(500)[0]
+
+
 @pytest.mark.parametrize("num_points", [0, 1, 2, 3, 9, 10, 11, 500, 501, 1003])
 def test_no_more_points_come_than_were_asked_for(num_points):
     """One too many, or an empty stretch, breaks at lengths that nobody tries by hand."""

@@ -197,7 +197,8 @@ def test_reading_and_asking_need_no_torch_and_help_no_gradio():
         "import sys; from lorashard.cli import main\n"
         "assert main(['--help']) == 0 and 'lorashard_ui' not in sys.modules\n"
         "assert main(['ui', '--help']) == 0\n"
-        "import lorashard_ui.reading.runs, lorashard_ui.reading.comparing\n"
+        "assert main(['watch', '--help']) == 0\n"
+        "import lorashard_ui.terminal.commands, lorashard_ui.reading.runs, lorashard_ui.reading.comparing\n"
         "import lorashard_ui.form.form, lorashard_ui.form.choices, lorashard_ui.running.worker\n"
         "assert not {'gradio', 'torch', 'transformers', 'uvicorn', 'plotly'} & sys.modules.keys()"
     )
@@ -214,3 +215,17 @@ def test_the_endpoints_are_those_of_the_document(tmp_path):
     from helpers.ui_api import list_documented, list_endpoints
 
     assert list_documented(ROOT / "docs/ui.md") == list_endpoints(tmp_path)
+
+
+def test_no_event_redraws_the_links_over_the_runs(tmp_path):
+    """Catches "Log out" that comes late, in the place of "New run": a click that was meant for one does the other."""
+    pytest.importorskip("gradio")
+    from lorashard_ui.app import build_app
+    from lorashard_ui.app_context import AppContext
+
+    context = AppContext.open(tmp_path, has_login=True)
+    app = build_app(context)
+    context.close()
+    heads = {block for block in app.blocks.values() if 'href="logout"' in str(getattr(block, "value", ""))}
+    assert len(heads) == 1
+    assert not heads & {block for event in app.fns.values() for block in event.outputs}

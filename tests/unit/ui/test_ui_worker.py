@@ -18,7 +18,7 @@ import pytest
 from helpers.waiting import wait_until
 
 from lorashard.errors import ConfigError
-from lorashard_ui.running.worker import Worker
+from lorashard_ui.running.worker import Canceled, Worker
 
 _STAND_IN = """
 import json, os, sys, time
@@ -35,8 +35,12 @@ while True:
     if "hang" in words:
         open(words[1], "w").close()
         time.sleep(60)
+    if "slow" in words:
+        open(words[1], "w").close()
+        while not os.path.exists(words[2]):
+            time.sleep(0.01)
     if "wrong" in words:
-        send({"error": {"type": "ConfigError", "option": "lora_r", "found": "'x'"}})
+        send({"error": {"type": "ConfigError", "option": "lora_r", "found": "'x'", "fix": str(time.monotonic())}})
         continue
     if name == "validate":
         for number in range(3):
@@ -75,10 +79,18 @@ def test_it_answers_as_the_command_line(forks, tmp_path):
         plan = worker.plan(words)
         assert plan["num_ranks"] == 2 and {"replicate", "shard"} < set(plan["names"])
         assert any(note.startswith("dtype: ") for note in plan["notes"])  # what `auto`, the default, is here
+        elsewhere = worker.plan(words, "rtx4090", 4)  # the 2 ranks are those of the run, not of the plan
+        assert elsewhere["cluster"] == "4 x rtx4090" and elsewhere["num_ranks"] == 4
+        assert elsewhere["rows"][0]["adapter_bytes"] > 0
         assert plan["rows"][0]["peak_bytes"] > plan["rows"][0]["rest_bytes"] > 10**6
         assert worker.describe_model("examples/demo/base").startswith("38 tensors")
         (row,) = worker.preview(words, 1)
-        assert row["format"] == "messages" and 0 < row["num_supervised_tokens"] < row["num_tokens"]
+        (sequence,) = row["sequences"]
+        found = worker.estimate(words)
+        assert (found["num_examples"], found["is_complete"]) == (4800, False)
+        assert found["num_steps"] == 900 and found["least_s"] < found["train_s"] < found["most_s"]
+        assert found["peak_bytes"] == plan["rows"][plan["chosen"]]["peak_bytes"]
+        assert row["format"] == "messages" and 0 < sequence["num_supervised_tokens"] < sequence["num_tokens"]
         with pytest.raises(ConfigError, match="lora_r: .*'x'"):
             worker.plan([*words, "--lora_r", "x"])
         few = [word.replace("train", "test") for word in words]
@@ -97,14 +109,32 @@ def test_one_process_answers_all_questions_and_the_same_once(make_worker):
     assert other["pid"] == first["pid"] and other["time"] > first["time"]
 
 
+def test_what_two_panels_ask_at_once_is_answered_once(make_worker, tmp_path):
+    """Catches a plan that is made twice, since the figures before the start ask for it too."""
+    worker, heard, go = make_worker(), tmp_path / "heard", tmp_path / "go"
+    answers = []
+    words = ["slow", str(heard), str(go)]
+    threads = [threading.Thread(target=lambda: answers.append(worker.plan(words))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(heard.exists)
+    go.touch()
+    for thread in threads:
+        thread.join()
+    assert answers[0] == answers[1]
+
+
 def test_mistakes_are_the_persons_and_the_process_stays(make_worker):
-    """Catches a mistake that costs the process, or that is kept as an answer."""
+    """Catches a mistake that costs the process, that is kept as an answer, or is worked out anew for each panel."""
     worker = make_worker()
     pid = worker.plan(["a"])["pid"]
+    times = set()
     for _ in range(2):
         with pytest.raises(ConfigError) as error:
             worker.plan(["wrong"])
         assert (error.value.option, error.value.found) == ("lora_r", "'x'")
+        times.add(error.value.fix)
+    assert len(times) == 1
     assert worker.plan(["b"])["pid"] == pid
 
 
@@ -170,6 +200,21 @@ def test_closing_ends_the_process_and_turns_away_who_waits(make_worker, tmp_path
     assert not is_alive(pid) and len(started) == 1
     assert sum("signal 9" in line for line in said) == 1 and sum("a run was" in line for line in said) == 2
     assert worker.plan(["b"])["pid"] != pid
+
+
+def test_no_process_begins_for_the_rest_of_an_estimate(make_worker, monkeypatch):
+    """Catches a process that plans beside the run that has just been started, since an estimate is three questions."""
+    worker, started, start = make_worker(), [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(args) or start(*args, **options))
+
+    class Words:
+        def __iter__(self):  # read when the plan has been answered
+            worker.close()
+            return iter(["a"])
+
+    with pytest.raises(Canceled, match="a run was started"):
+        worker.estimate(["a"], data_words=Words())
+    assert len(started) == 1
 
 
 def test_closing_does_not_wait_for_those_who_ask_again(make_worker, tmp_path):

@@ -1,0 +1,97 @@
+"""sweep.json: the jobs of a sweep and how far each is, for whoever looks at its folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config.run_config import RunConfig
+from ..config.sweep import Job, SweepStop, read_jobs
+from ..runtime.disk import replace_text
+from .root import SWEEP_NAME
+
+JobState = Literal["waiting", "running", "done", "stopped", "failed", "halved"]
+_INTERVAL_S = 1.0  # between two writes for progress alone
+
+
+def select_jobs(config: RunConfig) -> tuple[Job, ...]:
+    """Return the jobs of a sweep that are to be trained; none where the run is no sweep.
+
+    A sweep that is resumed leaves out the jobs that an earlier start has given up, and those that have come to their
+    end, unless all have.
+
+    Raises:
+        ConfigError: as `read_jobs`.
+    """
+    jobs = read_jobs(config)
+    if not config.resume_from_checkpoint:
+        return jobs
+    rows = {row["name"]: row for row in _read_rows(Path(config.output_dir))}
+    running = tuple(job for job in jobs if rows.get(job.name, {}).get("state") != "halved")
+    max_steps = config.trainer.get("max_steps", -1)
+    ended = {name for name, row in rows.items() if row["state"] == "done" and max_steps in (-1, row["max_steps"])}
+    return tuple(job for job in running if job.name not in ended) or running
+
+
+class SweepFile:
+    """Keeps sweep.json, with one line for each job.
+
+    Ranks: local; one writes.
+    """
+
+    def __init__(self, folder: Path, jobs: Sequence[Job], stop: SweepStop | None, writes: bool) -> None:
+        """Take the jobs; what an earlier start has written of others stays.
+
+        Args:
+            stop: by whose metric the jobs are compared; None: by the loss of evaluations.
+            writes: whether this process writes the file.
+        """
+        self._path = folder / SWEEP_NAME
+        self._metric = stop.metric if stop is not None else "eval_loss"
+        self._writes = writes
+        self._next_s = -math.inf
+        names = {job.name for job in jobs}
+        self._rows: dict[str, dict[str, Any]] = {
+            row["name"]: row for row in _read_rows(folder) if row["name"] not in names
+        }
+        for job in jobs:
+            self._rows[job.name] = {
+                "name": job.name, "options": job.options, "state": "waiting", "step": 0, "max_steps": None,
+                "value": None, "why": "",
+            }  # fmt: skip
+        self._write()
+
+    def enter(self, name: str, state: JobState, why: str = "") -> None:
+        """Say what has become of a job, and why it ended early."""
+        self._rows[name] |= {"state": state, "why": why}
+        self._write()
+
+    def is_alive(self, name: str) -> bool:
+        """Tell whether a job has not ended."""
+        return self._rows[name]["state"] in ("waiting", "running")
+
+    def note(self, name: str, step: int, max_steps: int, logs: Mapping[str, Any]) -> None:
+        """Say how far a job is, and what it has logged; written once a second at most."""
+        self._rows[name] |= {"step": step, "max_steps": max_steps}
+        if (value := logs.get(self._metric)) is not None:
+            self._rows[name]["value"] = value if math.isfinite(value) else None
+        if time.monotonic() >= self._next_s:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._writes:
+            return
+        self._next_s = time.monotonic() + _INTERVAL_S
+        lines = ",\n".join(json.dumps(row, default=str) for row in self._rows.values())
+        replace_text(self._path, f'{{"metric": {json.dumps(self._metric)}, "jobs": [\n{lines}\n]}}\n')
+
+
+def _read_rows(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads((folder / SWEEP_NAME).read_text(encoding="utf-8"))["jobs"]
+    except FileNotFoundError:
+        return []

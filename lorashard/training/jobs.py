@@ -1,0 +1,128 @@
+"""Several trainers that train at the same time on one base: the jobs of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.state import GradientState, ThreadLocalSharedDict
+from transformers import Trainer, set_seed
+from transformers.trainer_utils import TrainOutput
+
+from ..engine.turns import Turns
+from ..errors import ConfigError, RunStopped, TrainingError, UserError
+from ..model.sharding import engine_of
+
+
+class SweepTrainer:
+    """Trains several models from `lorashard.load(..., adapters=...)`, each by a trainer of its own, on one base.
+
+    Each trainer does what it would do alone, in a thread; all visit each unit of the base together, so that it is
+    gathered or streamed once for all of them. Each adapter ends with the bits that it would have alone, where random
+    numbers begin with the seed of the trainer's arguments.
+    """
+
+    def __init__(self, trainers: Mapping[str, Trainer]) -> None:
+        """Take the trainers of the jobs.
+
+        Args:
+            trainers: by the names of the jobs; SFTTrainer, DPOTrainer, or others whose steps are forwards and a
+                backward each.
+
+        Raises:
+            ConfigError: their models are not all of one `load`, each once.
+        """
+        self.trainers = dict(trainers)
+        models = [trainer.accelerator.unwrap_model(trainer.model) for trainer in self.trainers.values()]
+        engines, num_models = {engine_of(model) for model in models}, len({id(model) for model in models})
+        if len(engines) != 1 or num_models != len(models):
+            raise ConfigError(
+                "the trainers' models must share a base",
+                option="trainers",
+                expected="a trainer for each model of one lorashard.load(..., adapters={...})",
+                found=f"{len(models)} trainers of {num_models} models on {len(engines)} bases",
+            )
+        self._turns = find_turns(models[0])
+
+    def train(self, resume_from_checkpoint: Mapping[str, Any] | None = None) -> dict[str, TrainOutput]:
+        """Train all jobs to their ends, and return what each trainer's `train` has returned.
+
+        Args:
+            resume_from_checkpoint: that of each job, by its name.
+
+        Raises:
+            UserError, TrainingError: of the first job that failed so, with a note of its name, once the others have
+                ended.
+            BaseException: any other error of a job, at once.
+
+        Ranks: collective over all ranks.
+        Memory: the optimizer states of all jobs, and what each keeps between forward and backward.
+        """
+        outputs: dict[str, TrainOutput] = {}
+        resumed = resume_from_checkpoint or {}
+
+        def train(name: str) -> None:
+            trainer = self.trainers[name]
+            set_seed(trainer.args.seed)
+            join_turns(trainer, self._turns)
+            outputs[name] = trainer.train(resume_from_checkpoint=resumed.get(name))
+
+        ended = run_jobs(self._turns, {name: partial(train, name) for name in self.trainers})
+        for name, error in ended.items():
+            if error is not None:
+                error.add_note(f"in the job {name} of the sweep")
+                raise error
+        return outputs
+
+
+def find_turns(model: torch.nn.Module) -> Turns:
+    """Return what lets the models on the base of `model` take turns.
+
+    Raises:
+        ConfigError: it is the only one.
+    """
+    turns = engine_of(model).turns
+    if turns is None:
+        raise ConfigError(
+            option="trainers", expected="two or more models on one base", found="a base with one", fix="call its train"
+        )
+    return turns
+
+
+def run_jobs(turns: Turns, works: Mapping[str, Callable[[], None]]) -> dict[str, Exception | None]:
+    """Run jobs to their ends, and return the error by which each has ended; see `Turns.run`.
+
+    Raises:
+        BaseException: that is not one which all ranks raise alike, or inside of a forward or backward.
+    """
+    with _own_gradient_states():
+        return dict(zip(works, turns.run(list(works.values()), (UserError, TrainingError, RunStopped)), strict=True))
+
+
+def join_turns(trainer: Trainer, turns: Turns) -> None:
+    """Let a trainer, in its job's thread, wait for the other jobs before each backward, and share it with them."""
+    accelerator = trainer.accelerator
+    # Whether gradients are to be reduced, and where a dataloader ends: accelerate keeps one state for a process.
+    state = GradientState()
+    state.plugin_kwargs = dict(accelerator.gradient_state.plugin_kwargs)
+    accelerator.gradient_state = state
+
+    def backward(loss: torch.Tensor, **kwargs: Any) -> None:
+        loss = loss / accelerator.gradient_accumulation_steps
+        turns.backward(loss if accelerator.scaler is None else accelerator.scaler.scale(loss), **kwargs)
+
+    accelerator.backward = backward
+
+
+@contextmanager
+def _own_gradient_states() -> Iterator[None]:
+    """While the body runs, let accelerate's gradient state be one for each thread."""
+    shared = GradientState._shared_state
+    GradientState._shared_state = ThreadLocalSharedDict()
+    try:
+        yield
+    finally:
+        GradientState._shared_state = shared

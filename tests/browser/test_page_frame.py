@@ -1,0 +1,38 @@
+"""What a browser shows before Gradio's scripts have come."""
+
+from __future__ import annotations
+
+from helpers.browser import check_no_overflow, open_page
+from helpers.waiting import wait_until
+from playwright.sync_api import expect
+
+
+def test_the_frame_of_a_page_is_there_before_its_scripts(page):
+    """A page that stays white for seconds looks broken, and people press again; a frame that stays is in the way."""
+    frame = page.locator("#frame")
+    page.route("**/assets/*.js", lambda route: route.fulfill(content_type="text/javascript", body=""))
+    page.goto("compare?runs=a", wait_until="domcontentloaded")
+    expect(frame).to_have_text("lorashardRunsNew runCompareChatExport")
+    expect(frame.get_by_role("link", name="New run")).to_be_visible()
+    box = frame.locator("main").bounding_box()
+    assert box and box["height"] > 400
+    check_no_overflow(page)
+    page.unroute("**/assets/*.js")
+    open_page(page, "compare?runs=a")
+    expect(frame).to_be_hidden()
+    assert page.locator("gradio-app").is_visible()
+
+
+def test_a_page_that_does_nothing_draws_no_frames(open_tab, ui_server):
+    """Catches a clock of Gradio's that runs at every frame of each open page: a tenth of a core, and a battery."""
+    page = open_tab(ui_server)
+    page.add_init_script("""
+      const ask = window.requestAnimationFrame;
+      window.requestAnimationFrame = (run) => { window.numFrames = (window.numFrames || 0) + 1; return ask(run); };
+    """)
+    open_page(page, "compare?runs=a")
+    count = """() => {
+      const before = numFrames;
+      return new Promise((end) => setTimeout(() => end(numFrames - before), 2000));
+    }"""
+    wait_until(lambda: page.evaluate(count) < 10, lambda: f"{page.evaluate(count)} frames in two seconds", 20)

@@ -1,0 +1,125 @@
+"""Several of TRL's trainers on one base: each adapter is the one that its trainer makes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers.bases import save_base
+from helpers.forked_ranks import run_ranks
+from helpers.tiny import find_differences
+from helpers.words import make_tokenizer
+from peft import LoraConfig, PeftModel
+from transformers import Trainer, set_seed
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import lorashard
+from lorashard.errors import ConfigError
+
+SEEDS = {"a": 3, "b": 4}
+STEPS = {"a": 4, "b": 3}
+ACCUMULATED = {"a": 2, "b": 3}  # so that one steps while the other accumulates
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_base(tmp_path_factory.mktemp("base") / "llama", "llama", torch.float32, num_hidden_layers=5)
+
+
+def make_adapters() -> dict[str, LoraConfig]:
+    common: dict[str, Any] = dict(task_type="CAUSAL_LM", target_modules="all-linear")
+    return {"a": LoraConfig(r=4, lora_dropout=0.1, **common), "b": LoraConfig(r=8, use_dora=True, **common)}
+
+
+def make_rows(kind: str, shift: int) -> datasets.Dataset:
+    """Return rows of uneven lengths."""
+    rows: list[dict[str, str]] = []
+    for n in range(16):
+        prompt, good, bad = f"w{5 + n + shift} w6", " w7 w8" + " w9" * (n % 4), " w20" + f" w{30 + n}" * (n % 3)
+        rows.append({"prompt": prompt, "chosen": good, "rejected": bad} if kind == "dpo" else {"text": prompt + good})
+    return datasets.Dataset.from_list(rows)
+
+
+def build_trainer(kind: str, name: str, model: PeftModel, folder: Path) -> Trainer:
+    """Return a job's trainer, which accumulates microbatches and evaluates while it trains."""
+    config_class: Any = DPOConfig if kind == "dpo" else SFTConfig
+    trainer_class: Any = DPOTrainer if kind == "dpo" else SFTTrainer
+    args = config_class(
+        output_dir=str(folder / name),
+        use_cpu=True,
+        bf16=False,
+        max_steps=STEPS[name],
+        per_device_train_batch_size=1 if name == "a" else 2,
+        gradient_accumulation_steps=ACCUMULATED[name],
+        learning_rate=1e-2 / SEEDS[name],
+        eval_strategy="steps",
+        eval_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        seed=SEEDS[name],
+        report_to="none",
+        disable_tqdm=True,
+    )
+    shift = SEEDS[name]
+    return trainer_class(
+        model=model,
+        args=args,
+        train_dataset=make_rows(kind, shift),
+        eval_dataset=make_rows(kind, shift).select(range(4)),
+        processing_class=make_tokenizer(),
+    )
+
+
+def take(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return the adapter, and the losses that were logged."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    logged = [line[key] for line in trainer.state.log_history for key in ("loss", "eval_loss") if key in line]
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}, logged
+
+
+def compare(rank: int, base: str, kind: str, folder: Path) -> dict[str, Any]:
+    """Return the names of tensors that differ by job, and the losses together and alone."""
+    options: dict[str, Any] = dict(placement="shard", dtype="float32", resident_layers=0)
+    torch.manual_seed(7)
+    models = lorashard.load(base, adapters=make_adapters(), **options)
+    trainers = {name: build_trainer(kind, name, model, folder) for name, model in models.items()}
+    outputs = lorashard.SweepTrainer(trainers).train()
+    found = {}
+    for name, adapter in make_adapters().items():
+        assert outputs[name].global_step == STEPS[name]
+        torch.manual_seed(7)
+        alone = build_trainer(kind, name, lorashard.load(base, adapter, **options), folder)
+        set_seed(SEEDS[name])
+        alone.train()
+        (tensors, losses), (expected, expected_losses) = take(trainers[name]), take(alone)
+        found[name] = find_differences(tensors, expected), losses, expected_losses
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_each_adapter_is_the_one_that_its_trainer_makes_alone(base, kind, tmp_path):
+    """Catches gradients reduced in the wrong microbatch (accelerate keeps one state for all trainers of a process),
+    rows drawn from another job's random numbers, and a reference that another trainer switches on or off."""
+    for found in run_ranks(compare, 2, base, kind, tmp_path):
+        assert found.keys() == SEEDS.keys()
+        for name, (differences, losses, expected) in found.items():
+            assert differences == [] and losses == expected and len(losses) >= STEPS[name] + 1
+
+
+def test_trainers_that_share_no_base_are_refused(base, tmp_path):
+    """Catches jobs that would wait for each other on two engines, and one model that two trainers train."""
+    options: dict[str, Any] = dict(placement="host", dtype="float32", device=torch.device("cpu"))
+    first, second = (lorashard.load(base, adapters=make_adapters(), **options) for _ in range(2))
+    single = lorashard.load(base, make_adapters()["a"], **options)
+    for models, said in [
+        ({"a": first["a"], "b": second["b"]}, "2 trainers of 2 models on 2 bases"),
+        ({"a": first["a"], "b": first["a"]}, "2 trainers of 1 models on 1 bases"),
+        ({}, "0 trainers of 0 models on 0 bases"),
+        ({"a": single}, "call its train"),
+    ]:
+        trainers = {name: build_trainer("sft", name, model, tmp_path) for name, model in models.items()}
+        with pytest.raises(ConfigError, match=said):
+            lorashard.SweepTrainer(trainers)
