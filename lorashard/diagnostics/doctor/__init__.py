@@ -113,7 +113,12 @@ def _start_ranks(options: DoctorOptions, logs_dir: Path) -> tuple[list[Check], F
 
 
 def _hand_over_failure(checks: Sequence[Check]) -> None:
-    """Leave this rank's findings where the launcher looks for them, as for any rank's failure."""
+    """Leave this rank's findings where the launcher looks for them, as for any rank's failure.
+
+    The first report stays: a rank that was stopped runs again once another has said so, and blames what it waited for.
+    """
+    if Path(os.environ[RESULT_FILE_VARIABLE]).exists():
+        return
     record_failure(VerificationError(checks[-1].found, where=checks[-1].name), 1, is_plain=True)
     give(0, _to_json(checks), "", as_json=True)
 

@@ -120,6 +120,36 @@ def test_a_rank_that_does_not_answer_is_named(rank, tmp_path):
     assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
 
 
+# Rank 0 stops before it has met the others; by the time that it runs again, its own wait is over. It runs again before
+# it is asked to end, whichever signal the launcher's threads send first.
+STOPPED_ON_THE_WAY = """
+import os, signal
+from lorashard.runtime.rank_store import RankStore
+
+connect = RankStore.of_launch
+
+def stop_first(env, timeout_s, *rest):
+    if env.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise RuntimeError("the client socket has timed out")
+    return connect(env, timeout_s, *rest)
+
+RankStore.of_launch = stop_first
+"""
+
+
+def test_a_rank_that_stopped_on_its_way_does_not_blame_the_store(tmp_path):
+    """Catches the report of a stopped rank, which runs again at the end, in place of the one that names it."""
+    (tmp_path / "sitecustomize.py").write_text(STOPPED_ON_THE_WAY)
+    words = ["lorashard", "doctor", "--cpu", "2", "--timeout_s", "2", "--json"]
+    code, stdout, stderr = finish(start(tmp_path, *words, PYTHONPATH=str(tmp_path)))
+
+    assert code == 1, stderr + stdout
+    [check] = [check for check in find_checks(stdout).values() if check["result"] == "FAIL"]
+    assert "rank 0 " in check["found"] and "store" not in check["found"] and "rank 0 " in stderr
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path):
     """Catches a report that is lost with a rank: the machine's findings may say why it died."""
