@@ -201,8 +201,8 @@ def make_table(record: dict[str, Any]) -> str:
     words = (
         f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, fp32, LoRA r {config['lora_r']} on all "
         f"linears, {config['batch_size']} x {config['sequence_tokens']} tokens of each job on each of "
-        f"{config['world_size']} ranks; {record['hardware']['cores']} cores of {record['hardware']['cpu']} under heavy "
-        f"load by others. All figures are of one step of one job on one rank, the fastest of {config['turns']} "
+        f"{config['world_size']} ranks; {record['hardware']['cores']} cores of {record['hardware']['cpu']}. All "
+        f"figures are of one step of one job on one rank, the fastest of {config['turns']} "
         f"turns of {config['steps_a_turn']} steps; the arithmetic, `replicate` alone, takes "
         f"{arithmetic['processor_s']:.3f} s of the processor. One more job takes {in_mib(more)} MiB on a rank "
         f"({most} jobs beside a run alone, `shard`); the plan says {in_mib(record['planned_job_bytes'])} MiB."
