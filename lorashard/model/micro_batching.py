@@ -28,6 +28,7 @@ from ..engine.autograd import is_in_backward
 from ..errors import ConfigError
 from .batch_split import BatchSplit, PackedSplit, Starts, find_mask_starts, find_position_starts
 from .patches import extend_classes
+from .sequence_attention import SlicedRows
 
 _OPTION = "layer_microbatch_size"
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
@@ -127,7 +128,8 @@ class _SplitForward:
         if num_sequences > self._size:
             sizes = [min(self._size, num_sequences - begin) for begin in range(0, num_sequences, self._size)]
             return BatchSplit(hidden_name, num_sequences, num_tokens, sizes)
-        starts = self._find_sequences(named, num_tokens) if num_sequences == 1 else []
+        has_row = num_sequences == 1 and not any(isinstance(value, SlicedRows) for value in named.values())
+        starts = self._find_sequences(named, num_tokens) if has_row else []  # a slice may begin inside of a sequence
         return PackedSplit(hidden_name, num_tokens, starts, self._size) if len(starts) > self._size else None
 
     def _find_sequences(self, named: dict[str, Any], num_tokens: int) -> list[int]:
@@ -175,6 +177,8 @@ class _SplitForward:
             return [tuple(part[i] for part in parts) for i in range(num_pieces)]
         if value is None or isinstance(value, (bool, int, float, str)):
             return [value] * num_pieces
+        if isinstance(value, SlicedRows):
+            return list(value.split(split.sizes))
         pieces = split.split(name, value) if isinstance(value, torch.Tensor) else None
         if pieces is None:
             hint = "set attn_implementation='sdpa'" if type(value).__name__ == "BlockMask" else ""

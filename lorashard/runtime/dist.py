@@ -429,6 +429,60 @@ class ShardGroup:
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share each row of tokens, with a process group of their own.
+
+    Ranks: creating one is collective over all ranks.
+    """
+
+    rank: int
+    size: int
+    exchanges: SharedGroup
+    comparisons: ShardGroup
+
+    @classmethod
+    def of_size(cls, size: int, wait_warning_s: float = WAIT_WARNING_S) -> SequenceGroup:
+        """Share rows among this rank's `size` consecutive ranks of the default process group; more than one.
+
+        Ranks: collective over all ranks: each makes the groups of all.
+        """
+        comparisons = ShardGroup.of_size(size, wait_warning_s)
+        (exchanges,) = _share_groups(size, sequences=None)
+        return cls(get_rank() % size, size, exchanges, comparisons)
+
+    def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return every rank's block for this rank: block k of what comes back is rank k's.
+
+        Args:
+            blocks: [size, ...], one for each rank, contiguous.
+
+        Ranks: collective over the group.
+        """
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=self.exchanges.find())
+        return received
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the group.
+
+        Ranks: collective over the group.
+        """
+        summed = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=self.exchanges.find())
+        return summed
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's `tensor`, of one shape on all, by rank.
+
+        Ranks: collective over the group.
+        """
+        tensor = tensor.contiguous()
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(everyone, tensor, group=self.exchanges.find())
+        return everyone
+
+
+@dataclass(frozen=True)
 class _Works:
     """Several collectives that are waited for as one."""
 
