@@ -44,6 +44,7 @@ from .model.profiling import StepProfiler
 from .model.quantizing import quantize_structure
 from .model.refusals import check_config, check_unquantized
 from .model.saved import choose_quantization, find_adapter, find_base, read_config
+from .model.sequence_rows import check_sequences, share_sequences
 from .model.sharding import ENGINE_ATTRIBUTE, base_of, engine_of, remember_quantization, shard_structure
 from .model.sources import MemorySource
 from .model.stacks import find_layers, name_units
@@ -139,7 +140,7 @@ def load(
         adapter_seeds: that `adapters` are drawn from, by name; by default all from the random numbers as they are.
         **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`,
             `cpu_offload`, `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
-            `activation_checkpointing_layers`, `unit_paths`, `wait_warning_s`.
+            `activation_checkpointing_layers`, `sequence_parallel_size` (docs/long.md), `unit_paths`, `wait_warning_s`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
@@ -358,6 +359,8 @@ def shard(
     kernels = _settle_numerics(numerics, torch_compile, lambda: choose_numerics(device, model_type, meant))
     compiling = read_compile_options(torch_compile or kernels == "compile", device, meant)
     resolved = _resolve(options)
+    if resolved.sequence_parallel_size > 1:
+        check_sequences(model, resolved.sequence_parallel_size)
     name_units(model, resolved.unit_paths)
     structure = find_structure(model, base_test(model))
     quantize_structure(structure, meant)
@@ -394,6 +397,8 @@ def _finish(
         checkpoint_some(model, resolved.activation_checkpointing_layers)
     if device.type == "cpu" and explain_slow_bfloat16(device) is not None:
         on_release(model.get_base_model(), warn_of_autocast(find_layers(model)[0]))
+    if resolved.sequence_parallel_size > 1:
+        share_sequences(model, resolved.sequence_parallel_size, resolved.wait_warning_s)
     end_backward_at_adapters(model)
     spare_lora_steps(model)
     follow_added_adapters(model, engine_of(model))

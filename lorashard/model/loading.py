@@ -30,6 +30,7 @@ from .loftq import check_loftq, initialize_loftq, is_loftq
 from .quantizing import choose_quantizers, is_stored_quantized
 from .refusals import check_config, check_frozen, refuse_merging
 from .saved import count_labels, restore
+from .sequence_rows import check_sequences
 from .sharding import LoadedBase, remember_base, shard_structure
 from .skeleton import build_skeleton, plan_weights, put_placeholders
 from .sources import read_as_quantized
@@ -114,6 +115,8 @@ def load_sharded(
                 check_coverage(model, asked)
                 if is_loftq(asked):
                     initialize_loftq(model, weights, quantizers.keys(), device)
+            if placement.sequence_parallel_size > 1:
+                check_sequences(model, placement.sequence_parallel_size)
             structure = find_structure(model, base_test(model))
             for weight in (weight for unit in structure.units for weight in unit.weights):
                 weight.quantizer = quantizers.get(weight.name)

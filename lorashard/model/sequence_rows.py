@@ -22,7 +22,9 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.utils import ModelOutput
 
+from ..config.placement import check_sequence_parallel_size
 from ..errors import ConfigError, ShardError
+from ..runtime import dist
 from ..runtime.dist import SequenceGroup
 from .loader_groups import give_rows_by_group
 from .patches import on_release
@@ -95,25 +97,8 @@ def check_sequences(model: PeftModel, size: int) -> PretrainedConfig:
             found=", ".join(sorted(others)) or "attention in chunks",
             fix="leave it out for this model",
         )
-    check_num_heads(config.num_attention_heads, size)
+    check_sequence_parallel_size(size, dist.get_world_size(), config.num_attention_heads)
     return config
-
-
-def check_num_heads(num_heads: int, size: int) -> None:
-    """Refuse a group whose ranks would not get as many heads each.
-
-    Raises:
-        ConfigError: `size` does not divide the heads; it names the largest that is smaller and does.
-    """
-    if num_heads % size:
-        largest = max(number for number in range(1, size) if num_heads % number == 0)
-        raise ConfigError(
-            "the heads are divided over a group's ranks",
-            option=_OPTION,
-            expected=f"a divisor of the model's {num_heads} attention heads",
-            found=size,
-            fix=f"give {largest}",
-        )
 
 
 class _Passes:
