@@ -108,6 +108,7 @@ def load_models(
 
 def train_run(
     setup: RunSetup,
+    hooks: RunHooks,
     model: PeftModel,
     base_bytes: int,
     plan: Plan | None,
@@ -131,7 +132,7 @@ def train_run(
     meter = RankMeter(engine_of(model), base_bytes)
     if not config.trl_method.is_prepared_here:
         run.status.enter("tokenize")  # which TRL does
-    trainer = build_trainer(config, model, data.tokenizer, setup.arguments, data.prepared, setup.rewards, setup.hooks)
+    trainer = build_trainer(config, model, data.tokenizer, setup.arguments, data.prepared, setup.rewards, hooks)
     add_callbacks(
         trainer,
         config,
@@ -250,6 +251,13 @@ def place_base(setup: RunSetup, run: Run) -> tuple[PlacementOptions | ResolvedPl
     for line in filter(None, (plan.checkpointing, plan.sweep)):
         log(str(line))
     return plan.choice.placement, plan
+
+
+def count_sequence_ranks(placement: PlacementOptions | ResolvedPlacement) -> int:
+    """Return how many ranks share each row."""
+    if isinstance(placement, ResolvedPlacement):
+        return placement.sequence_parallel_size
+    return 1 if placement.num_sequence_ranks == "auto" else placement.num_sequence_ranks
 
 
 def _foresee(

@@ -57,7 +57,6 @@ class RunSetup:
     arguments: TrainingArguments
     numerics: Numerics
     rewards: Sequence[Reward]
-    hooks: RunHooks
     is_shared: bool
 
 
@@ -72,14 +71,7 @@ def read_data(config: RunConfig, run: Run, console: Console) -> RunData:
     return RunData(tokenizer, prepared)
 
 
-def set_up(
-    config: RunConfig,
-    run: Run,
-    data: RunData,
-    stop: StopLike,
-    console: Console,
-    describe_ranks: Callable[[], str],
-) -> RunSetup:
+def set_up(config: RunConfig, run: Run, data: RunData, console: Console) -> RunSetup:
     """Settle all that a run can be refused for before its model is loaded.
 
     Raises:
@@ -87,7 +79,7 @@ def set_up(
 
     Ranks: collective over all ranks, whose group it starts if there is none.
     """
-    tokenizer, prepared, log = data.tokenizer, data.prepared, console.log
+    log = console.log
     device = join_launch(config.trainer.get("ddp_backend"))
     env = read_launcher_env()
     checkpoint = choose_checkpoint(config, env is None or env.local_rank == 0, run.emit, log)
@@ -99,28 +91,51 @@ def set_up(
     if config.reward_model_name_or_path is not None:
         check_reward_model(config.reward_model_name_or_path, config.trust_remote_code)
     raise_on_all_ranks(lambda: check_checkpoint(checkpoint) if checkpoint else None)
-    is_shared = check_nodes(run.folder, arguments, prepared.path.name, checkpoint)
-    facts = describe_run(config, arguments, prepared, name_kernels(config, numerics))
-    hooks = RunHooks(
+    is_shared = check_nodes(run.folder, arguments, data.prepared.path.name, checkpoint)
+    return RunSetup(config, run, console, data, device, checkpoint, arguments, numerics, rewards, is_shared)
+
+
+def make_hooks(
+    setup: RunSetup, stop: StopLike, describe_ranks: Callable[[], str], num_sequence_ranks: int = 1
+) -> RunHooks:
+    """Settle which rows a step has, and whether the run may continue from its checkpoint with them.
+
+    Args:
+        num_sequence_ranks: ranks that share each row, which planning may have chosen.
+
+    Raises:
+        UserError: the checkpoint's run had other rows; all ranks raise alike.
+
+    Ranks: collective over all ranks.
+    """
+    config, run, arguments, prepared, log = (
+        setup.config,
+        setup.run,
+        setup.arguments,
+        setup.data.prepared,
+        setup.console.log,
+    )
+    facts = describe_run(config, arguments, prepared, name_kernels(config, setup.numerics), num_sequence_ranks)
+    return RunHooks(
         stop=stop,
         facts=asdict(facts),
         nonfinite=NonfiniteRule(
             skips=config.on_nonfinite == "skip",
-            name_rows=lambda rows, num_rows: prepared.name_rows(rows, num_rows, tokenizer),
+            name_rows=lambda rows, num_rows: prepared.name_rows(rows, num_rows, setup.data.tokenizer),
             log=log,
             emit=run.events.emit,
         ),
         rows_per_step=config.global_batch_size,
         saved_world_size=raise_on_all_ranks(
-            lambda: check_resume(config, arguments, checkpoint, facts, log) if checkpoint else None
+            lambda: check_resume(config, arguments, setup.checkpoint, facts, log) if setup.checkpoint else None
         ),
         log=log,
         emit=run.emit,
         enter=lambda phase, step: run.status.enter(phase, step=step),
         wait_warning_s=config.wait_warning_s,
         describe_ranks=describe_ranks,
+        num_sequence_ranks=num_sequence_ranks,
     )
-    return RunSetup(config, run, console, data, device, checkpoint, arguments, numerics, rewards, hooks, is_shared)
 
 
 def settle_dtype(

@@ -64,11 +64,14 @@ class Facts:
             ) from error
 
 
-def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prepared, numerics: str) -> Facts:
+def describe_run(
+    config: RunConfig, arguments: TrainingArguments, prepared: Prepared, numerics: str, num_sequence_ranks: int
+) -> Facts:
     """Return what the checkpoints of this run say about it.
 
     Args:
         numerics: from `name_kernels`.
+        num_sequence_ranks: ranks that share each row.
 
     Ranks: collective over all ranks: rank 0 reads the prepared rows.
     """
@@ -81,11 +84,14 @@ def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prep
     order = f"{sampling}, seed {arguments.seed if arguments.data_seed is None else arguments.data_seed}"
     order += f", shuffled with seed {config.seed}" if config.shuffle_dataset else ""
     order += f", in groups of {lengths} rows" if sampling == "group_by_length" else ""
+    num_groups = arguments.world_size // num_sequence_ranks
     return Facts(
         method=config.method,
         world_size=arguments.world_size,
-        rows_per_step=lengths * arguments.world_size,
-        rows_per_epoch=None if config.trl_method.generates else _count_epoch(config, arguments, len(prepared.train)),
+        rows_per_step=lengths * num_groups,
+        rows_per_epoch=None
+        if config.trl_method.generates
+        else _count_epoch(config, arguments, len(prepared.train), num_groups),
         num_rows=len(prepared.train),
         data_sha256=dist.broadcast_object(sha256),
         order=order,
@@ -97,18 +103,19 @@ def describe_run(config: RunConfig, arguments: TrainingArguments, prepared: Prep
     )
 
 
-def _count_epoch(config: RunConfig, arguments: TrainingArguments, num_rows: int) -> int:
+def _count_epoch(config: RunConfig, arguments: TrainingArguments, num_rows: int, num_groups: int) -> int:
     """Count the rows of an epoch as all ranks together draw them.
 
-    One rank takes a short last batch as it is; several fill the last round of batches with the first rows, as
-    accelerate's `even_batches` does. `global_batch_size` fills the last step, where the order is random.
+    One rank, or one group of ranks that share rows, takes a short last batch as it is; several fill the last round of
+    batches with the first rows, as accelerate's `even_batches` does. `global_batch_size` fills the last step, where the
+    order is random.
     """
-    round_rows = arguments.per_device_train_batch_size * arguments.world_size
+    round_rows = arguments.per_device_train_batch_size * num_groups
     if _fills_steps(config, arguments):
         round_rows *= arguments.gradient_accumulation_steps
     if arguments.dataloader_drop_last:
         return num_rows // round_rows * round_rows
-    if arguments.world_size == 1 and not _fills_steps(config, arguments):
+    if num_groups == 1 and not _fills_steps(config, arguments):
         return num_rows
     return -(-num_rows // round_rows) * round_rows
 

@@ -25,7 +25,8 @@ from .console import Console
 from .halving import Halving
 from .jobs import find_turns, join_turns, run_jobs
 from .one_run import free, load_models, place_base, train_run
-from .preparing import RunData, RunSetup, read_data, set_up
+from .preparing import RunData, RunSetup, make_hooks, read_data, set_up
+from .trainer import RunHooks
 
 
 class JobStop:
@@ -80,6 +81,7 @@ class _JobRun:
 
     job: Job
     setup: RunSetup
+    hooks: RunHooks
     stop: JobStop
 
 
@@ -129,7 +131,7 @@ def finetune_jobs(
 
         try:
             file.enter(name, "running")
-            train_run(setup, model, base_bytes, plan, free, join)
+            train_run(setup, part.hooks, model, base_bytes, plan, free, join)
             file.enter(name, "done")
         except Exception as error:
             failure = Failure.of_error(error)
@@ -201,8 +203,8 @@ def _set_up_jobs(
         own = Run(folder, run.rank, run.world_size)
         own.status.enter("load", world_size=run.world_size)
         stop = stops.add(job.name, own.folder)
-        setup = set_up(job.config, own, data, stop, console.named(job.name), describe_ranks)
-        runs.append(_JobRun(job, setup, stop))
+        setup = set_up(job.config, own, data, console.named(job.name))
+        runs.append(_JobRun(job, setup, make_hooks(setup, stop, describe_ranks), stop))
     return runs
 
 

@@ -16,8 +16,8 @@ from ..runtime.launch_env import read_launcher_env
 from ..runtime.rank_store import is_timeout
 from ..runtime.signals import StopRequest
 from .console import Console
-from .one_run import end_group, load_models, place_base, train_run
-from .preparing import read_data, set_up
+from .one_run import count_sequence_ranks, end_group, load_models, place_base, train_run
+from .preparing import make_hooks, read_data, set_up
 from .resume_request import check_wanted
 from .sweep import finetune_jobs
 
@@ -67,10 +67,11 @@ def _finetune(config: RunConfig, run: Run, stop: StopRequest, console: Console, 
     data = read_data(config, run, console)
     stop.check()
     run.status.enter("load")
-    setup = set_up(config, run, data, stop, console, heartbeat.describe_ranks)
+    setup = set_up(config, run, data, console)
     placement, plan = place_base(setup, run)
+    hooks = make_hooks(setup, stop, heartbeat.describe_ranks, count_sequence_ranks(placement))
     set_seed(setup.arguments.seed)
     (model,), base_bytes = load_models([setup], placement, run)
     stop.check()
     engine_of(model).follow_ranks(heartbeat.describe_ranks)
-    train_run(setup, model, base_bytes, plan, end_group)
+    train_run(setup, hooks, model, base_bytes, plan, end_group)
