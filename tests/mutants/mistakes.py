@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 LADDER = ("tests/distributed/engine/test_exactness.py", "-k", "quick")
 ORDER = ("tests/unit/engine/test_device_order.py",)
+SEQUENCES = ("tests/distributed/model/test_sequence_parallel.py", "-k", "every_gradient")
 JOBS = ("tests/distributed/engine/test_jobs.py", "-k", "own_run")
 COSTS = ("tests/distributed/engine/test_costs.py", "-k", "gathers or collectives or reduced")
 
@@ -476,5 +477,55 @@ MUTANTS: dict[str, Mutant] = {
         "",
         "a trainer's step is left out where another accumulates",
         ("tests/distributed/model/test_sweep_trainer.py",),
+    ),
+    # Rows that ranks share
+    "sequence: labels cut unshifted": Mutant(
+        "lorashard/model/sequence_rows.py",
+        "shifted = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), _IGNORED)], 1)",
+        "shifted = labels",
+        "a token is trained to predict itself",
+        SEQUENCES,
+    ),
+    "sequence: positions of the first slice": Mutant(
+        "lorashard/model/sequence_rows.py",
+        'cut |= {"position_ids": self._slice(positions),',
+        'cut |= {"position_ids": self._slice(positions) - self._slice(positions)[:, :1],',
+        "every slice begins at position 0",
+        SEQUENCES,
+    ),
+    "sequence: one mask": Mutant(
+        "lorashard/model/sequence_attention.py",
+        'mask = rows.find_mask(config, query, options.get("sliding_window") is not None)',
+        "mask = rows.find_mask(config, query, False)",
+        "a sliding window is forgotten",
+        SEQUENCES,
+    ),
+    "sequence: heads in another order": Mutant(
+        "lorashard/model/sequence_attention.py",
+        "key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)",
+        "key, value = key.repeat(1, repeats, 1, 1), value.repeat(1, repeats, 1, 1)",
+        "queries meet the keys of other heads",
+        SEQUENCES,
+    ),
+    "sequence: a copy's gradient alone": Mutant(
+        "lorashard/model/sequence_collectives.py",
+        "return ctx.group.sum(grads[0]), None",
+        "return grads[0], None",
+        "gradients are divided by the ranks that share a row",
+        SEQUENCES,
+    ),
+    "sequence: rows divided over all": Mutant(
+        "lorashard/model/loader_groups.py",
+        'kwargs["process_index"] //= size',
+        'kwargs["process_index"] %= kwargs["num_processes"]',
+        "other ranks than those of a group get the same rows",
+        ("tests/distributed/model/test_sequence_trainers.py", "-k", "groups"),
+    ),
+    "sequence: ranks counted for groups": Mutant(
+        "lorashard/training/resume.py",
+        "num_groups = arguments.world_size // num_sequence_ranks",
+        "num_groups = arguments.world_size",
+        "a run cannot be resumed with another number of ranks a row",
+        ("tests/e2e/training/test_sequence_run.py", "-k", "goes_on"),
     ),
 }
