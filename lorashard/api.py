@@ -213,6 +213,13 @@ def load(
         training = replace(one, others=tuple((cast(LoraConfig, other), one) for other in others))
         asked = _plan(base, training, device, asked)
     resolved = _resolve(asked)
+    if others and resolved.sequence_parallel_size > 1:
+        raise ConfigError(
+            "several adapters on one base take turns, and cannot share rows too",
+            option="sequence_parallel_size",
+            expected=1,
+            found=resolved.sequence_parallel_size,
+        )
     models = load_sharded(
         str(model_name_or_path),
         lora,
