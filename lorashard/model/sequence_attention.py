@@ -197,7 +197,7 @@ def _give_tokens(
         repeats = size // num_keys if size % num_keys == 0 else num_heads // num_keys
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     parts = [tensor.unflatten(1, (size, -1)) for tensor in (query, key, value)]
-    if query.shape[-1] == value.shape[-1]:
+    if len({(tensor.shape[-1], tensor.dtype) for tensor in (query, key, value)}) == 1:
         joined = _join_tokens(torch.cat(parts, 2), group)
         return joined.split([part.shape[2] for part in parts], 1)
     return tuple(_join_tokens(part, group) for part in parts)
