@@ -46,6 +46,8 @@ ALIASES = {
     "lr_scheduler": "lr_scheduler_type",
     "optimizer": "optim",
     "evaluation_strategy": "eval_strategy",
+    "context_parallel_size": "sequence_parallel_size",
+    "sp_size": "sequence_parallel_size",
 }
 
 VALUE_ALIASES = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "method": {"rm": "reward"}}

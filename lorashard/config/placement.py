@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -9,11 +10,19 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ConfigError
+from .names import ALIASES
 from .options import to_config_error
 
 Placement = Literal["replicate", "shard", "host", "file"]
+SEQUENCE_PARALLEL_METHODS = ("sft", "dpo", "kto")  # those with `sequence_parallel_size`
 _WAIT_WARNING_S = 60.0  # as dist.WAIT_WARNING_S, whose file imports torch
 _COMBINED = ("placement", "shard_group_size", "resident_layers")
+_LEAST = {
+    "resident_layers": 0,
+    "shard_group_size": 1,
+    "activation_checkpointing_layers": 0,
+    "sequence_parallel_size": 1,
+}
 _STRATEGIES: dict[str, dict[str, str]] = {
     "FULL_SHARD": {"placement": "shard", "shard_group_size": "all"},
     "SHARD_GRAD_OP": {"placement": "shard", "resident_layers": "all"},
@@ -51,6 +60,11 @@ class PlacementOptions(BaseModel):
     """Number of decoder layers, spread evenly, that activation checkpointing recomputes; the others keep their
     activations. `auto` is planned by `finetune`, and by `load` if it is given the batch: as few as memory allows, where
     that is predicted to be faster. Default: `auto` where `placement: auto` is planned, otherwise `all`."""
+    sequence_parallel_size: Literal["auto"] | int = "auto"
+    """Share each sequence among this many consecutive ranks, each of which holds as large a part of its tokens; for
+    sequences too long for one rank. It divides the ranks and the model's attention heads, and a step of all ranks has
+    as many times fewer sequences. `auto` is planned by `finetune` for sft, dpo and kto: 1 if anything fits so, else the
+    smallest that fits. Default: `auto` where `placement: auto` is planned, otherwise 1."""
     unit_paths: list[str] | None = None
     """Paths of the modules to gather one at a time, such as `model.layers` or `model.block_*`, for models whose decoder
     layers are not found or are too large. Options that count layers then count these."""
@@ -61,7 +75,7 @@ class PlacementOptions(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> PlacementOptions:
         combined = self.combine()
-        for name, least in (("resident_layers", 0), ("shard_group_size", 1), ("activation_checkpointing_layers", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ConfigError(option=name, expected=f"{least} or more", found=value)
@@ -82,7 +96,8 @@ class PlacementOptions(BaseModel):
     @property
     def is_placement_open(self) -> bool:
         """Whether something is left to plan."""
-        return self.combine()["placement"] == "auto" or "auto" in (self.num_resident, self.num_recomputed)
+        left = self.num_resident, self.num_recomputed, self.num_sequence_ranks
+        return self.combine()["placement"] == "auto" or "auto" in left
 
     @property
     def num_resident(self) -> Literal["auto", "all"] | int:
@@ -97,11 +112,18 @@ class PlacementOptions(BaseModel):
         is_asked = "activation_checkpointing_layers" in self.model_fields_set
         return self.activation_checkpointing_layers if is_asked or self.combine()["placement"] == "auto" else "all"
 
+    @property
+    def num_sequence_ranks(self) -> Literal["auto"] | int:
+        """`sequence_parallel_size`, whose default is 1 where the placement is given."""
+        is_asked = "sequence_parallel_size" in self.model_fields_set
+        return self.sequence_parallel_size if is_asked or self.combine()["placement"] == "auto" else 1
+
     def settle_unplanned(self) -> tuple[Self, str]:
         """Return these options where nothing can be planned, and a list in words of what they left open."""
         taken: dict[str, Any] = {"placement": "shard"} if self.combine()["placement"] == "auto" else {}
         taken |= {"resident_layers": 0} if self.num_resident == "auto" else {}
         taken |= {"activation_checkpointing_layers": "all"} if self.num_recomputed == "auto" else {}
+        taken |= {"sequence_parallel_size": 1} if self.num_sequence_ranks == "auto" else {}
         return self.model_copy(update=taken), ", ".join(f"{name}: {value}" for name, value in taken.items())
 
     def check_num_recomputed(self, is_checkpointing: bool, every_n_layers: int, is_offloading: bool) -> None:
@@ -122,6 +144,26 @@ class PlacementOptions(BaseModel):
         else:
             return
         raise ConfigError(problem, option="activation_checkpointing_layers", fix="leave one of them out")
+
+    def check_sequence_parallel(self, method: str, has_jobs: bool) -> None:
+        """Refuse a `sequence_parallel_size` above 1 where sequences cannot be shared among ranks.
+
+        Args:
+            has_jobs: whether several adapters train in one run.
+
+        Raises:
+            ConfigError: the method is none of `SEQUENCE_PARALLEL_METHODS`, or there are jobs.
+        """
+        asked = self.sequence_parallel_size
+        if asked in ("auto", 1):
+            return
+        if method not in SEQUENCE_PARALLEL_METHODS:
+            problem = f"{method} cannot share a sequence among ranks, which {', '.join(SEQUENCE_PARALLEL_METHODS)} can"
+        elif has_jobs:
+            problem = "the jobs of a sweep cannot share a sequence among ranks"
+        else:
+            return
+        raise ConfigError(problem, option="sequence_parallel_size", expected="auto or 1", found=asked)
 
     def combine(self) -> dict[str, Any]:
         """Return placement, shard_group_size and resident_layers with `sharding_strategy` and `cpu_offload` in them."""
@@ -155,6 +197,7 @@ class ResolvedPlacement:
         activation_checkpointing_layers: decoder layers that activation checkpointing recomputes, if it is on.
         unit_paths: modules that are gathered one at a time, if they were named.
         wait_warning_s: how long a rank waits for others before it reports where each of them is; 0: for ever.
+        sequence_parallel_size: consecutive ranks that share each sequence.
     """
 
     placement: Placement
@@ -165,16 +208,23 @@ class ResolvedPlacement:
     activation_checkpointing_layers: Literal["all"] | int = "all"
     unit_paths: list[str] | None = None
     wait_warning_s: float = _WAIT_WARNING_S
+    sequence_parallel_size: int = 1
 
 
 def read_placement(**options: object) -> PlacementOptions:
-    """Return the options of `load` and `shard`.
+    """Return the options of `load` and `shard`, which may have the other names of `ALIASES`.
 
     Raises:
         ConfigError: a wrong value or combination.
     """
+    given: dict[str, object] = {}
+    for written, value in options.items():
+        name = written if ALIASES.get(written) not in PlacementOptions.model_fields else ALIASES[written]
+        if name in given:
+            raise ConfigError(f"given twice, by the name {written} too", option=name, fix="keep one")
+        given[name] = value
     try:
-        return PlacementOptions(**options)  # type: ignore[arg-type]
+        return PlacementOptions(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         raise to_config_error(error) from error
 
@@ -201,6 +251,26 @@ def check_num_layers(name: str, asked: str | int, num_layers: int) -> None:
         )
 
 
+def check_sequence_parallel_size(asked: int, num_ranks: int, num_heads: int | None = None) -> None:
+    """Refuse to share each sequence among numbers of ranks that are not possible.
+
+    Args:
+        num_heads: attention heads of the model, where they are known.
+
+    Raises:
+        ConfigError: `asked` does not divide `num_ranks`, or `num_heads`.
+    """
+    most = num_ranks if num_heads is None else math.gcd(num_ranks, num_heads)
+    if most % asked:
+        heads = "" if num_heads is None else f" and of the model's {num_heads} attention heads"
+        raise ConfigError(
+            option="sequence_parallel_size",
+            expected=f"a divisor of the {num_ranks} ranks{heads}",
+            found=asked,
+            fix=f"{most} is the largest that works",
+        )
+
+
 def choose_group_size(asked: str | int | None, world_size: int, node_size: int | None) -> int:
     """Return how many ranks a unit is sharded over.
 
@@ -224,7 +294,8 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
         node_size: ranks on each node, if they are as many on all and follow one another.
 
     Raises:
-        ConfigError: the shard groups do not divide the ranks, or `node` is asked for and not known.
+        ConfigError: the shard groups or `sequence_parallel_size` do not divide the ranks, or `node` is asked for and
+            not known.
     """
     combined = options.combine()
     placement: Placement = "shard" if combined["placement"] == "auto" else combined["placement"]
@@ -240,6 +311,8 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
     if placement in ("replicate", "file"):
         group_size = 1
     check_group_size(group_size, world_size)
+    num_sequence_ranks = 1 if options.sequence_parallel_size == "auto" else options.sequence_parallel_size
+    check_sequence_parallel_size(num_sequence_ranks, world_size)
     resident = 0 if combined["resident_layers"] == "auto" else combined["resident_layers"]
     checkpointed = options.activation_checkpointing_layers
     if checkpointed == "auto" and "activation_checkpointing_layers" not in options.model_fields_set:
@@ -259,6 +332,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
         checkpointed,
         options.unit_paths,
         options.wait_warning_s,
+        num_sequence_ranks,
     )
 
 

@@ -31,7 +31,7 @@ from .options import (
     read_yaml_options,
     to_config_error,
 )
-from .placement import PlacementOptions, parse_steps
+from .placement import PlacementOptions, check_sequence_parallel_size, parse_steps
 from .precision import choose_precision
 from .sweep_options import SweepOptions, read_sweep_file
 from .trackers import name_trackers
@@ -170,6 +170,7 @@ class RunConfig(SweepOptions, DataOptions, PlacementOptions, AdapterOptions, Bas
         every = (self.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
         is_offloading = bool(self.trainer.get("activation_offloading"))
         self.check_num_recomputed(self.activation_checkpointing, every, is_offloading)
+        self.check_sequence_parallel(self.method, self.sweep is not None)
         return self
 
     @model_validator(mode="after")
@@ -276,18 +277,24 @@ class RunConfig(SweepOptions, DataOptions, PlacementOptions, AdapterOptions, Bas
     def count_accumulation(self, world_size: int) -> dict[str, int]:
         """Return TRL's gradient_accumulation_steps if `global_batch_size` decides them, else nothing.
 
+        A `sequence_parallel_size` of `auto` counts as 1: planning refuses to choose more with a `global_batch_size`.
+
         Raises:
-            ConfigError: It cannot be divided over the ranks.
+            ConfigError: It cannot be divided over the ranks, or these not by `sequence_parallel_size`.
         """
+        sharing = 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
+        check_sequence_parallel_size(sharing, world_size)
         if self.global_batch_size is None:
             return {}
         batch = self.trainer.get("per_device_train_batch_size", _BATCH_SIZE)
-        steps, left = divmod(self.global_batch_size, batch * world_size)
+        least = batch * world_size // sharing
+        steps, left = divmod(self.global_batch_size, least)
         if left or not steps:
+            groups = f"{world_size} ranks" if sharing == 1 else f"{world_size // sharing} groups of {sharing} ranks"
             raise ConfigError(
-                f"{world_size} ranks have per_device_train_batch_size {batch}",
+                f"{groups} have per_device_train_batch_size {batch}",
                 option="global_batch_size",
-                expected=f"a multiple of {batch * world_size}",
+                expected=f"a multiple of {least}",
                 found=self.global_batch_size,
             )
         return {"gradient_accumulation_steps": steps}

@@ -74,6 +74,12 @@ class UseOptions(PlacementOptions, BaseCommandOptions):
     quantization: Literal["none", "nf4", "int8", "fp8"] | None = None
     """How the base is quantized. Default: as when the adapter was trained."""
 
+    @model_validator(mode="after")
+    def _check_sequences(self) -> Self:
+        if self.sequence_parallel_size not in ("auto", 1):
+            raise ConfigError("ranks share a sequence in training alone", option="sequence_parallel_size")
+        return self
+
 
 class AdapterUseOptions(UseOptions):
     """A command whose first word is an adapter to use."""
