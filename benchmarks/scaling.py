@@ -343,15 +343,17 @@ memory. `lorashard plan --model meta-llama/Llama-3.3-70B-Instruct --gpu_type {gp
 
 LONGEST_HEAD = """## The longest sequence that fits: 8B in bf16, one sequence, predicted
 
-As above, LoRA with r 16 on all linear layers and activation checkpointing of all of them. The longest `max_length`, in
-multiples of {unit:,}, that the plan says fits: one multiple more does not. Layers keep their inputs for backward *on the
-card*, or with `activation_offloading: true` in the *host*'s memory, whose size is not checked and the copies to which
-are not in the plan's seconds. On several cards all share each sequence (`sequence_parallel_size: 8`), which `auto`
-chooses where fewer do not do: each has an eighth of the tokens, and in attention an eighth of the heads over all of
-them. Beyond the 131,072 tokens that Llama 3.1 was made for, a plan warns. For comparison, ALST (Arctic Long Sequence
-Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) reports 500,000 tokens of an 8B model on one H100 with
-80 GB, measured: it keeps these inputs, weights and optimizer in the host's memory too, and computes MLPs a tile of the
-tokens at a time, which is not done here."""
+As above, LoRA with r 16 on all linear layers, all of which recompute their activations. The longest `max_length`, in
+multiples of {unit:,}, that the plan says fits: one multiple more does not. Layers keep their inputs for backward on the
+*card*, or with `activation_offloading: true` in the *host*'s memory, whose size is not checked, and to which the time
+of copying is not planned. Several cards all share each sequence (`sequence_parallel_size: 8`), which `auto` chooses
+where fewer do not do: each has an eighth of the tokens, and in attention an eighth of the heads over all tokens. Beyond
+the 131,072 tokens that Llama 3.1 was made for, a plan warns.
+
+For comparison, ALST (Arctic Long Sequence Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) reports
+500,000 tokens on one H100 with 80 GB and 3.7 million on eight, measured, where all weights of an 8B model train: it
+keeps layers' inputs and the optimizer's state in the host's memory, and computes MLPs a tile of the tokens at a time,
+which is not done here."""
 
 
 def main() -> None:
