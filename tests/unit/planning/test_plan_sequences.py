@@ -11,12 +11,15 @@ from helpers.planning import LORA, build_meta, build_sized
 from peft import LoraConfig
 from transformers import FalconConfig, FalconForCausalLM, GptOssConfig, GptOssForCausalLM
 
+from lorashard.config.methods import METHODS
 from lorashard.config.placement import PlacementOptions, ResolvedPlacement
+from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
 from lorashard.planning.auto import BaseModel, Training, plan_training
 from lorashard.planning.choose import Plan, name_placement
 from lorashard.planning.costs import compute_seconds, exchange_seconds
 from lorashard.planning.hardware import Cluster, find_gpu_type
+from lorashard.planning.run_plan import describe_training
 from lorashard.planning.trace import Microbatch, trace
 from lorashard.planning.tracker import Work
 
@@ -55,13 +58,12 @@ def test_a_rank_has_its_part_of_the_work_and_exchanges_what_attention_needs(num_
 def test_scores_and_masks_are_those_of_all_tokens():
     """Catches a plan that fits because eager attention's scores, or a mask, are as wide as a rank's own tokens."""
     long = replace(ONE_ROW, row_tokens=4 * TOKENS, num_rows=2)
-    base = build(num_hidden_layers=2, attn_implementation="eager")
     masks = {}
     for has_mask in (False, True):
         shared = replace(long, sequence_parallel_size=4, has_mask=has_mask)
-        masks[has_mask] = trace(build_meta(build(num_hidden_layers=2)), shared).layer_bytes
+        masks[has_mask] = trace(build_meta(build(num_hidden_layers=1)), shared).layer_bytes
     assert masks[True] - masks[False] > long.num_rows * long.row_tokens**2 * 0.9
-    model = build_meta(base)
+    model = build_meta(build(num_hidden_layers=1))
     model.get_base_model().config._attn_implementation = "eager"
     scores_bytes = long.num_rows * HEADS // 4 * long.row_tokens**2 * 4
     found = trace(model, replace(long, sequence_parallel_size=4))
@@ -92,8 +94,8 @@ def test_exchanges_take_time_inside_and_between_nodes():
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> BaseModel:
     folder = tmp_path_factory.mktemp("base")
-    build(num_hidden_layers=2).config.save_pretrained(folder)
-    return BaseModel(str(folder), LoraConfig(**LORA), torch.float32)
+    build(num_hidden_layers=1).config.save_pretrained(folder)
+    return BaseModel(str(folder), LoraConfig(**LORA | {"target_modules": ["q_proj"]}), torch.float32)
 
 
 def plan(base: BaseModel, free_bytes: int, num_ranks: int = 6, **training) -> Plan:
@@ -153,3 +155,16 @@ def test_attention_waits_for_its_exchanges(base):
     work = [work for pair in (layers.forward, layers.backward) for work in pair]
     expected_s = sum(exchange_seconds(one, 2, Cluster(slow, 2, 1, 0)) for one in work)
     assert steps[1] - steps[0] > 0.9 * expected_s > 100 * sum(compute_seconds(one, GPU) for one in work)
+
+
+def test_only_methods_that_can_share_sequences_may_choose_to():
+    """Catches a number of ranks that `auto` has chosen for a trainer that feeds each rank sequences of its own."""
+    may_share = {}
+    for method in METHODS:
+        rewards = {"reward_funcs": "think_format_reward"} if method == "grpo" else {}
+        config = RunConfig(model="m", dataset="d", output_dir="o", method=method, max_steps=1, **rewards)
+        may_share[method] = describe_training(config, "cuda", 2, longest_tokens=9).may_share
+    assert may_share == {"sft": True, "dpo": True, "kto": True, "reward": False, "grpo": False}
+    jobs = {"jobs": [{"name": "a"}, {"name": "b", "lora_r": 4}]}
+    sweep = RunConfig(model="m", dataset="d", output_dir="o", max_steps=1, sweep=jobs)
+    assert not describe_training(sweep, "cuda", 2, longest_tokens=9).may_share
