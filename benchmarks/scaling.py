@@ -1,5 +1,5 @@
-"""Predict how training scales from 1 to 1,024 GPUs, flat against hybrid sharding, and what fits on cards of 24 GB in
-bf16 and in nf4: `docs/scaling.md`.
+"""Predict how training scales from 1 to 1,024 GPUs, flat against hybrid sharding, what fits on cards of 24 GB in bf16
+and in nf4, and the longest sequences that fit: `docs/scaling.md`.
 
     python benchmarks/scaling.py                   write docs/scaling.md from the record
     python benchmarks/scaling.py --trace           trace the models anew first, and write the record
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -24,10 +26,10 @@ from common import RECORDS, ROOT, describe_environment, format_table, write_reco
 from peft import LoraConfig, PeftModel
 from transformers import LlamaConfig
 
-from lorashard.config.placement import ResolvedPlacement
+from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.config.quantization_options import Quantization
 from lorashard.planning.activations import Activations
-from lorashard.planning.choose import make_plan, name_placement
+from lorashard.planning.choose import Plan, make_plan, name_placement
 from lorashard.planning.costs import Row, Workload, compute_row
 from lorashard.planning.hardware import Cluster, find_gpu_type, usable_bytes
 from lorashard.planning.size import ModelSize, build_meta_model, measure_model
@@ -49,6 +51,12 @@ CARD_TOKENS = 1024
 MIXTURE = "30B-A3B"
 CARDS = (("8B", (1,)), (MIXTURE, (1, 2)), ("70B", (1, 2, 4)))
 FORMATS = {"bf16": None, "nf4": Quantization("nf4")}
+# The longest sequences of LONG_MODEL: number and type of cards, all of which share each sequence; where its layers keep
+# their inputs for backward.
+LONG_MODEL = "8B"
+LONG_CARDS = ((1, "rtx4090"), (1, "l40s"), (1, "h100-sxm"), (8, "h100-sxm"))
+LONG_UNIT = 1024  # lengths are multiples of it
+KEPT = {"card": False, "host": True}  # whether `activation_offloading` is on
 # transformers' options of activation checkpointing: of all layers, and of none.
 RECOMPUTING: dict[str, dict[str, Any] | None] = {"recomputed": {}, "saved": None}
 
@@ -89,13 +97,55 @@ def trace_cards() -> dict[str, dict[str, Any]]:
 
 def _trace(name: str, num_tokens: int, quantization: Quantization | None = None) -> dict[str, Any]:
     """Return the activations where all layers are recomputed, and where none is: `auto` chooses between the two."""
-    found = {}
-    for label, checkpointing in RECOMPUTING.items():
-        microbatch = Microbatch(1, num_tokens, checkpointing=checkpointing)
-        values = dataclasses.asdict(trace(build(name), microbatch, quantization))
-        values |= {way: values[way][-1] for way in ("forward", "backward", "layers_saved")}
-        found[label] = values
+    return {
+        label: _trace_one(name, Microbatch(1, num_tokens, checkpointing=checkpointing), quantization)
+        for label, checkpointing in RECOMPUTING.items()
+    }
+
+
+def _trace_one(name: str, microbatch: Microbatch, quantization: Quantization | None = None) -> dict[str, Any]:
+    values = dataclasses.asdict(trace(build(name), microbatch, quantization))
+    return values | {way: values[way][-1] for way in ("forward", "backward", "layers_saved")}
+
+
+def trace_longest() -> list[dict[str, Any]]:
+    """Return the longest sequences that fit, with the activations of these and of the next longer ones."""
+    size = measure_model(build(LONG_MODEL))
+    found = []
+    for (num_gpus, gpu_type), kept in itertools.product(LONG_CARDS, KEPT):
+        row: dict[str, Any] = {"num_gpus": num_gpus, "gpu_type": gpu_type, "kept": kept}
+
+        @functools.cache
+        def read(count: int, row: dict[str, Any] = row) -> dict[str, Any]:
+            return _trace_one(LONG_MODEL, make_long_microbatch(row, count * LONG_UNIT))
+
+        def count_needed(count: int, row: dict[str, Any] = row, read: Any = read) -> int:
+            plan = plan_long(size, row, read(count), count * LONG_UNIT)
+            return min(other.peak_bytes for other in plan.rows) - plan.free_bytes
+
+        # Bytes grow evenly with tokens, but for what comes in tiles.
+        first, second = 16 * num_gpus, 32 * num_gpus
+        slope = (count_needed(second) - count_needed(first)) / (second - first)
+        longest = second - round(count_needed(second) / slope)
+        while count_needed(longest) > 0:
+            longest -= 1
+        while count_needed(longest + 1) <= 0:
+            longest += 1
+        found.append(row | {"max_length": longest * LONG_UNIT, "fits": read(longest), "next": read(longest + 1)})
     return found
+
+
+def make_long_microbatch(row: dict[str, Any], num_tokens: int) -> Microbatch:
+    """Return one sequence, shared by all cards of a row."""
+    return Microbatch(1, num_tokens, is_offloading=KEPT[row["kept"]], sequence_parallel_size=row["num_gpus"])
+
+
+def plan_long(size: ModelSize, row: dict[str, Any], activations: dict[str, Any], num_tokens: int) -> Plan:
+    """Return the plan for the cards of a row, where all layers are recomputed."""
+    hardware = find_gpu_type(row["gpu_type"])
+    cluster = Cluster(hardware, row["num_gpus"], 1, usable_bytes(hardware.memory_bytes))
+    options = PlacementOptions(resident_layers=0, sequence_parallel_size=row["num_gpus"])
+    return make_plan(size, Workload(_read_activations(activations, len(size.layers)), num_tokens), cluster, options)
 
 
 def read_workload(found: dict[str, Any], num_layers: int, num_tokens: int) -> Workload:
@@ -181,6 +231,22 @@ def make_card_rows(activations: dict[str, dict[str, Any]]) -> Iterator[list[str]
                 yield [*cells, f"{row.tokens_per_s:,.0f}", f"{row.wait_s / row.step_s:.0%}"]
 
 
+def make_long_rows(size: ModelSize, longest: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield a row of the table for each of LONG_CARDS, and each place of what layers keep."""
+    for row in longest:
+        num_tokens = row["max_length"]
+        plan = plan_long(size, row, row["fits"], num_tokens)
+        best = plan.choice
+        assert plan_long(size, row, row["next"], num_tokens + LONG_UNIT).chosen is None, row
+        hidden_bytes = row["fits"]["hidden_bytes"] * len(size.layers) * row["num_gpus"] * KEPT[row["kept"]]
+        host_bytes = best.host_bytes * row["num_gpus"] + best.file_bytes + hidden_bytes
+        hardware = find_gpu_type(row["gpu_type"])
+        card = f"{row['num_gpus']} x {hardware.memory_bytes / 2**30:.0f} GB ({row['gpu_type']})"
+        cells = [card, row["kept"], f"{num_tokens:,}", name_placement(best.placement, row["num_gpus"])]
+        cells += [f"{best.peak_bytes / 2**30:,.1f}", f"{host_bytes / 2**30:,.0f}"]
+        yield [*cells, "-" if KEPT[row["kept"]] else f"{best.step_s:,.0f} s"]
+
+
 def render(record: dict[str, Any]) -> str:
     """Return docs/scaling.md."""
     hardware = find_gpu_type(GPU_TYPE)
@@ -233,6 +299,19 @@ def render(record: dict[str, Any]) -> str:
             ),
             make_card_rows(record["cards"]),
         ),
+        LONGEST_HEAD.format(unit=LONG_UNIT),
+        format_table(
+            (
+                "cards",
+                "layers keep their inputs on the",
+                "longest `max_length`",
+                "placement",
+                "peak of a card, GiB",
+                "host memory in all, GiB",
+                "a step",
+            ),
+            make_long_rows(measure_model(build(LONG_MODEL)), record["longest"]),
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -262,6 +341,21 @@ memory. `lorashard plan --model meta-llama/Llama-3.3-70B-Instruct --gpu_type {gp
 --per_device_train_batch_size 1` shows every placement."""
 
 
+LONGEST_HEAD = """## The longest sequence that fits: 8B in bf16, one sequence, predicted
+
+As above, LoRA with r 16 on all linear layers, all of which recompute their activations. The longest `max_length`, in
+multiples of {unit:,}, that the plan says fits: one multiple more does not. Layers keep their inputs for backward on the
+*card*, or with `activation_offloading: true` in the *host*'s memory, whose size is not checked, and to which the time
+of copying is not planned. Several cards all share each sequence (`sequence_parallel_size: 8`), which `auto` chooses
+where fewer do not do: each has an eighth of the tokens, and in attention an eighth of the heads over all tokens. Beyond
+the 131,072 tokens that Llama 3.1 was made for, a plan warns.
+
+For comparison, ALST (Arctic Long Sequence Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) reports
+500,000 tokens on one H100 with 80 GB and 3.7 million on eight, measured, where all weights of an 8B model train: it
+keeps layers' inputs and the optimizer's state in the host's memory, and computes MLPs a tile of the tokens at a time,
+which is not done here."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="store_true", help="trace the models anew and write the record")
@@ -271,7 +365,7 @@ def main() -> None:
         print(render(json.loads(arguments.table.read_text())))
         return
     if arguments.trace:
-        traced = {"activations": trace_all(), "cards": trace_cards()}
+        traced = {"activations": trace_all(), "cards": trace_cards(), "longest": trace_longest()}
         write_record({"environment": describe_environment(), **traced}, RECORD)
     DOCUMENT.write_text(render(json.loads(RECORD.read_text())))
     print(f"wrote {DOCUMENT}")

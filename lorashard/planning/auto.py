@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from peft import LoraConfig, PeftModel
 from torch.overrides import TorchFunctionMode
 
-from ..config.placement import PlacementOptions, ResolvedPlacement, resolve_placement
+from ..config.placement import (
+    PlacementOptions,
+    ResolvedPlacement,
+    check_sequence_parallel_size,
+    resolve_placement,
+)
 from ..config.quantization_options import Quantization
+from ..errors import ConfigError
 from ..model.stacks import find_layers, name_units
 from ..runtime import dist
 from ..runtime.dtypes import name_of
@@ -23,6 +30,7 @@ from ..runtime.progress import told_work
 from ..weights.model_folder import CONFIG_NAME
 from ..weights.stored_formats import StoredFormat, settle_quantization
 from .activations import Activations
+from .attention import count_shared_heads
 from .cautions import find_cautions
 from .choose import Plan, agree_on_plan, make_plan, name_placement
 from .costs import Workload
@@ -103,6 +111,8 @@ class Training:
         longest_tokens: of the examples, as they are before any are joined, if known.
         is_fused: whether decoder layers are compiled, or what `numerics: fused` makes of them.
         others: the adapters of a sweep's other jobs, and how each trains.
+        may_share: whether more than one rank may be chosen to share each sequence.
+        is_batch_global: whether `accumulation_steps` follow from a `global_batch_size`, so from that choice too.
     """
 
     microbatch: Microbatch
@@ -112,6 +122,12 @@ class Training:
     is_fused: bool = False
     longest_tokens: int | None = None
     others: tuple[tuple[LoraConfig, Training], ...] = ()
+    may_share: bool = False
+    is_batch_global: bool = False
+
+    def share(self, num_ranks: int) -> Training:
+        """Return it where so many ranks share each sequence."""
+        return replace(self, microbatch=replace(self.microbatch, sequence_parallel_size=num_ranks))
 
 
 def plan_training(
@@ -134,24 +150,20 @@ def plan_training(
     """
     options = options or PlacementOptions()
     base, stored = base.settle()
-    with told_work("computing what a step of the model takes", dist.get_rank() == 0):
-        kinds = _measure_jobs(base, training, options)
+    made = _plan_shared(base, training, cluster, options, given)
+    plan, kinds, training, options = made.plan, made.kinds, made.training, made.options
     # A run whose placement is given reads the files next, so the hub is not asked for their headers. Those of quantized
     # files do not have the numbers of parameters.
     difference = compare_with_headers(kinds[0][0][0], base.revision) if given is None and stored is None else None
-    notes = [*notes, *(note for note in (stored, difference) if note)]
-    is_fused = training.is_fused and base.quantization is None
-    size, exact = join_jobs(kinds)
-    if is_fused:
-        kinds = [((alone, fuse_workload(workload)), count) for (alone, workload), count in kinds]
-    plan = make_plan(*join_jobs(kinds), cluster, options, notes, given)
+    plan = replace(plan, notes=(*notes, *(note for note in (stored, difference) if note)))
     if training.others:
         plan = replace(plan, sweep=cost_sweep(kinds, plan, cluster, options, given))
     largest = max((alone for (alone, _), _ in kinds), key=lambda alone: alone.adapter_parameters)
     max_positions = find_max_positions(base.model_name_or_path, base.revision)
     plan = replace(plan, warnings=find_cautions(largest, cluster, training.longest_tokens, max_positions))
     if plan.chosen is not None:
-        gain = describe_gain(size, exact, cluster, plan.choice.placement, is_fused)
+        is_fused = _is_fused(base, training)
+        gain = describe_gain(*join_jobs(made.exact), cluster, plan.choice.placement, is_fused)
         plan = replace(plan, notes=(*plan.notes, gain))
     # Files that are quantized already are kept in their format.
     is_open = base.quantization is None or (stored is None and base.quantization.format != "nf4")
@@ -160,6 +172,84 @@ def plan_training(
     if plan.chosen is None and is_open:
         return replace(plan, reason=f"{plan.reason}; {_describe_quantized(base, training, cluster, options)}")
     return plan
+
+
+class _Made(NamedTuple):
+    """A plan, and what it was made from.
+
+    Attributes:
+        exact: the kinds of jobs before their layers are fused.
+        training, options: with the ranks that share each sequence.
+    """
+
+    plan: Plan
+    kinds: list[tuple[JobCosts, int]]
+    exact: list[tuple[JobCosts, int]]
+    training: Training
+    options: PlacementOptions
+
+
+def _plan_shared(
+    base: BaseModel,
+    training: Training,
+    cluster: Cluster,
+    options: PlacementOptions,
+    given: ResolvedPlacement | None,
+) -> _Made:
+    """Return the plan with as many ranks to share each sequence as are asked for, or else as few as fit.
+
+    Raises:
+        ConfigError: ranks or attention heads are not divided by what is asked for; or more than one are chosen, and
+            `global_batch_size` has decided the steps of accumulation for one.
+    """
+
+    def make(num_sharing: int) -> _Made:
+        shared = training.share(num_sharing)
+        settled = options.model_copy(update={"sequence_parallel_size": num_sharing})
+        with told_work("computing what a step of the model takes", dist.get_rank() == 0):
+            exact = _measure_jobs(base, shared, settled)
+        kinds = exact
+        if _is_fused(base, training):
+            kinds = [((size, fuse_workload(workload)), count) for (size, workload), count in exact]
+        return _Made(make_plan(*join_jobs(kinds), cluster, settled, (), given), kinds, exact, shared, settled)
+
+    asked = options.num_sequence_ranks if given is None else given.sequence_parallel_size
+    if asked != "auto" and asked > 1:
+        check_sequence_parallel_size(asked, cluster.num_ranks, _count_heads(base, options))
+        return make(asked)
+    made = make(1)
+    is_open = asked == "auto" and training.may_share and made.plan.chosen is None
+    if not (is_open and any(row.fixed_bytes < cluster.free_bytes for row in made.plan.rows)):
+        return made
+    most = math.gcd(cluster.num_ranks, _count_heads(base, options) or 1)
+    for num_sharing in (number for number in range(2, most + 1) if most % number == 0):
+        made = make(num_sharing)
+        if made.plan.chosen is None:
+            continue
+        if training.is_batch_global:
+            raise ConfigError(
+                f"auto would be {num_sharing}, and the steps that global_batch_size accumulates depend on it",
+                option="sequence_parallel_size",
+                fix=f"give sequence_parallel_size: {num_sharing}",
+            )
+        reason = f"{made.plan.reason}; {_explain_sharing(training.microbatch, num_sharing)}"
+        return made._replace(plan=replace(made.plan, reason=reason))
+    return made
+
+
+def _explain_sharing(microbatch: Microbatch, num_sharing: int) -> str:
+    tokens = f"{microbatch.row_tokens:,} tokens"
+    what = f"a sequence of {tokens} does" if microbatch.num_rows == 1 else f"{microbatch.num_rows} of {tokens} do"
+    return f"sequence_parallel_size: {num_sharing}, since {what} not fit a rank with fewer"
+
+
+def _count_heads(base: BaseModel, options: PlacementOptions) -> int | None:
+    """Return the attention heads that ranks may share; None where they cannot."""
+    return count_shared_heads(base.build(options.unit_paths).get_base_model())
+
+
+def _is_fused(base: BaseModel, training: Training) -> bool:
+    return training.is_fused and base.quantization is None
 
 
 def _measure_jobs(base: BaseModel, training: Training, options: PlacementOptions) -> list[tuple[JobCosts, int]]:

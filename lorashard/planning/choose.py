@@ -150,7 +150,8 @@ def make_plan(
     """Return the costs of every placement, and the fastest that fits.
 
     Args:
-        options: what is given already. Other placements are shown, but not taken.
+        options: what is given already. Other placements are shown, but not taken. `workload` is that of its
+            `sequence_parallel_size`; `auto` is 1.
         given: what is taken, whatever it costs, where nothing is left to choose.
     """
     options = options or PlacementOptions()
@@ -262,6 +263,8 @@ def name_placement(placement: ResolvedPlacement, num_ranks: int) -> str:
         words.append(f"resident_layers {placement.resident_layers}")
     if placement.activation_checkpointing_layers != "all":
         words.append(f"activation_checkpointing_layers {placement.activation_checkpointing_layers}")
+    if placement.sequence_parallel_size != 1:
+        words.append(f"sequence_parallel_size {placement.sequence_parallel_size}")
     return ", ".join(words)
 
 
@@ -285,6 +288,7 @@ def _candidates(
             "all" if recomputed == "auto" else recomputed,
             options.unit_paths,
             options.wait_warning_s,
+            1 if options.sequence_parallel_size == "auto" else options.sequence_parallel_size,
         )
 
     check_num_layers("resident_layers", asked_layers, len(size.layers))

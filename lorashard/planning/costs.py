@@ -28,7 +28,7 @@ class Workload:
 
     Attributes:
         activations: of one microbatch, with activation checkpointing as it is given.
-        microbatch_tokens: tokens of one rank's microbatch.
+        microbatch_tokens: tokens of one microbatch, of which ranks that share it have a part each.
         saved_activations: those without activation checkpointing, where some layers may do without it; else None.
         optimizer: transformers' name of it.
         dataset_tokens: of all epochs, if known.
@@ -95,6 +95,11 @@ class Row:
     def fits(self) -> bool:
         return self.lacks is None
 
+    @property
+    def fixed_bytes(self) -> int:
+        """What the device holds however long a microbatch is."""
+        return self.rest_bytes + self.slot_bytes + self.adapter_bytes + self.workspace_bytes
+
 
 def compute_row(size: ModelSize, workload: Workload, cluster: Cluster, placement: ResolvedPlacement) -> Row:
     """Return what `placement` costs."""
@@ -104,8 +109,9 @@ def compute_row(size: ModelSize, workload: Workload, cluster: Cluster, placement
     adapter_bytes = count_trained_bytes(size, workload.state_bytes_of(size), cluster.num_ranks)
     beside_bytes = _count_beside(size, workload, cluster, placement)
     steps = workload.accumulation_steps
-    step_s = traffic.seconds * steps + _finish_step_s(size, workload, activations, cluster)
-    tokens_per_s = workload.microbatch_tokens * steps * cluster.num_ranks / step_s
+    step_s = traffic.seconds * steps + _finish_step_s(size, workload, activations, cluster, placement)
+    num_groups = cluster.num_ranks // placement.sequence_parallel_size
+    tokens_per_s = workload.microbatch_tokens * steps * num_groups / step_s
     return Row(
         placement=placement,
         rest_bytes=memory.rest_bytes,
@@ -178,6 +184,26 @@ def gather_seconds(num_bytes: int, num_shards: int, cluster: Cluster) -> float:
     return max(inside_s, across_s) + (local - 1) * _PEER_HOP_S + (num_nodes - 1) * _NETWORK_HOP_S
 
 
+def exchange_seconds(work: Work, num_ranks: int, cluster: Cluster) -> float:
+    """Return how long all-to-alls take among `num_ranks` ranks, each of which keeps its own part.
+
+    Each rank receives as much as it sends: inside a node over its own link, and all ranks of a node over its network.
+    """
+    local = min(num_ranks, cluster.ranks_per_node)
+    num_nodes = -(-num_ranks // cluster.ranks_per_node)
+    inside_s = work.exchanged_bytes * (local - 1) / num_ranks / cluster.hardware.peer_bytes_per_s
+    node_bytes = work.exchanged_bytes * (num_ranks - local) / num_ranks * cluster.ranks_per_node
+    across_s = node_bytes / cluster.hardware.network_bytes_per_s
+    hops_s = (local - 1) * _PEER_HOP_S + (num_nodes - 1) * _NETWORK_HOP_S
+    return max(inside_s, across_s) + work.num_exchanges * hops_s
+
+
+def _layer_seconds(work: Work, cluster: Cluster, placement: ResolvedPlacement) -> float:
+    """Return how long a layer takes; attention waits for its exchanges."""
+    exchange_s = exchange_seconds(work, placement.sequence_parallel_size, cluster)
+    return compute_seconds(work, cluster.hardware) + exchange_s
+
+
 def _move_base(
     size: ModelSize, activations: Activations, cluster: Cluster, placement: ResolvedPlacement, memory: BaseMemory
 ) -> Traffic:
@@ -188,7 +214,7 @@ def _move_base(
     for unit, kind in size.visits:
         if kind == LAYER:
             forward, backward = next(layers)
-            seconds = compute_seconds(forward, hardware), compute_seconds(backward, hardware)
+            seconds = (_layer_seconds(work, cluster, placement) for work in (forward, backward))
             entries.append(TimedEntry(unit.name, *seconds))
         elif kind in (TOWER, WHOLE):  # an example is planned as text alone
             continue
@@ -210,7 +236,9 @@ def _plan_transfer(unit: UnitSize, cluster: Cluster, placement: ResolvedPlacemen
     return Transfer(unit.size_class, seconds, gathered_bytes, copied_bytes)
 
 
-def _finish_step_s(size: ModelSize, workload: Workload, activations: Activations, cluster: Cluster) -> float:
+def _finish_step_s(
+    size: ModelSize, workload: Workload, activations: Activations, cluster: Cluster, placement: ResolvedPlacement
+) -> float:
     """Return the adapter's all-reduce, as far as the last backward does not hide it, and the optimizer's step."""
     hardware = cluster.hardware
     # Parameters, gradients and states are read, parameters and states written.
@@ -221,7 +249,7 @@ def _finish_step_s(size: ModelSize, workload: Workload, activations: Activations
     # A reduce-scatter and an all-gather.
     reduce_s = 2 * gather_seconds(size.adapter_bytes, cluster.num_ranks, cluster)
     last_s = 2 * gather_seconds(min(size.adapter_bytes, _LAST_BUCKET_BYTES), cluster.num_ranks, cluster)
-    hidden_s = sum(compute_seconds(work, hardware) for work in activations.backward)
+    hidden_s = sum(_layer_seconds(work, cluster, placement) for work in activations.backward)
     return update_s + (max(last_s, reduce_s - hidden_s) if hardware.is_overlapping else reduce_s)
 
 

@@ -97,7 +97,9 @@ def estimate(
     cluster, _ = find_cluster(config, wanted)
     method, num_ranks = config.trl_method, cluster.num_ranks
     speeds: Literal["measured", "listed"] = "listed" if device is None else "measured"
-    steps_per_epoch, num_steps, num_epochs = count_steps(config, survey.num_sequences if survey else None, num_ranks)
+    num_sharing = 1 if plan.chosen is None else plan.choice.placement.sequence_parallel_size
+    num_sequences = survey.num_sequences if survey else None
+    steps_per_epoch, num_steps, num_epochs = count_steps(config, num_sequences, num_ranks, num_sharing)
     why_no_time: WhyNoTime | None = None
     if plan.chosen is None:
         why_no_time = "nothing fits"
@@ -116,7 +118,7 @@ def estimate(
         train_s, least_s, most_s = (num_steps * row.step_s * factor for factor in (usual, least * fast, most * slow))
     return Estimate(
         num_examples=survey.num_examples if survey else None,
-        num_sequences=survey.num_sequences if survey else None,
+        num_sequences=num_sequences,
         num_tokens=survey.num_tokens if survey else None,
         num_supervised_tokens=survey.num_supervised_tokens if survey else None,
         num_counted=survey.num_counted if survey else 0,
@@ -137,12 +139,13 @@ def estimate(
 
 
 def count_steps(
-    config: RunConfig, num_sequences: int | None, num_ranks: int
+    config: RunConfig, num_sequences: int | None, num_ranks: int, num_sharing: int = 1
 ) -> tuple[int | None, int | None, float | None]:
     """Return the steps of an epoch, those of the run, and the epochs that these make, as transformers' Trainer does.
 
     Args:
         num_sequences: of an epoch; None where they are not known.
+        num_sharing: ranks that share each sequence.
 
     Raises:
         ConfigError: `global_batch_size` cannot be divided over the ranks.
@@ -167,7 +170,7 @@ def count_steps(
     elif config.global_batch_size is not None and config.method != "kto":  # which draws no random order
         num_steps, num_left = divmod(num_sequences, config.global_batch_size)
         num_rows = (num_steps + (num_left > 0 and not drops_last)) * config.global_batch_size
-    num_batches = len(BatchSamplerShard(BatchSampler(range(num_rows), batch, drops_last), num_ranks))
+    num_batches = len(BatchSamplerShard(BatchSampler(range(num_rows), batch, drops_last), num_ranks // num_sharing))
     if not num_batches:  # fewer examples than a batch or a group of prompts, and these are dropped
         return 0, 0, 0.0
     steps_per_epoch = -(-num_batches // accumulation)
@@ -186,7 +189,8 @@ def _plan_usual(config: RunConfig, survey: Survey, plan: Plan, cluster: Cluster,
     """Return what the chosen placement costs with sequences as long as the longest of a step is expected to be."""
     options = fill_trainer_options(config)
     is_joined = config.trl_method.is_prepared_here and options["padding_free"]
-    num_drawn = 1 if is_joined else options["per_device_train_batch_size"] * cluster.num_ranks
+    num_groups = cluster.num_ranks // plan.choice.placement.sequence_parallel_size
+    num_drawn = 1 if is_joined else options["per_device_train_batch_size"] * num_groups
     tokens = math.ceil(expect_longest(survey.lengths, num_drawn))
     known = (tokens, longest_tokens)
     usual, longest = (

@@ -20,7 +20,13 @@ from .tracker import Work
 
 def fuse(work: Work) -> Work:
     """Return the work that is left where each run of elementwise operations is one kernel."""
-    return Work(work.flops, work.moved_bytes - work.fusible_bytes, work.num_kernels - work.fusible_kernels)
+    return replace(
+        work,
+        moved_bytes=work.moved_bytes - work.fusible_bytes,
+        num_kernels=work.num_kernels - work.fusible_kernels,
+        fusible_bytes=0.0,
+        fusible_kernels=0.0,
+    )
 
 
 def fuse_layers(activations: Activations) -> Activations:

@@ -12,6 +12,7 @@ from peft import LoraConfig
 
 from ..config.initialization import without_rewriting
 from ..config.methods import Method
+from ..config.placement import SEQUENCE_PARALLEL_METHODS
 from ..config.run_config import RunConfig
 from ..config.sweep import read_jobs
 from ..data.trl_tokens import fill_trainer_options
@@ -119,7 +120,8 @@ def describe_training(
     """
     if jobs := [job.config for job in read_jobs(config)]:
         first, *others = (describe_training(job, device_type, num_ranks, longest_tokens, epoch_tokens) for job in jobs)
-        return replace(first, others=tuple(zip(map(_describe_lora, jobs[1:]), others, strict=True)))
+        others_of = tuple(zip(map(_describe_lora, jobs[1:]), others, strict=True))
+        return replace(first, others=others_of, may_share=False)
     options = fill_trainer_options(config) | config.count_accumulation(num_ranks)
     optimizer = options["optim"]
     return Training(
@@ -129,6 +131,8 @@ def describe_training(
         dataset_tokens=round(epoch_tokens * options["num_train_epochs"]) if epoch_tokens else None,
         is_fused=config.numerics == "fused" or config.compile_options() is not False,
         longest_tokens=_find_longest(config, options, longest_tokens),
+        may_share=config.method in SEQUENCE_PARALLEL_METHODS,
+        is_batch_global=config.global_batch_size is not None,
     )
 
 

@@ -7,8 +7,7 @@ real, whatever the architecture, and nothing is allocated. Of decoder layers tha
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,8 +17,6 @@ from peft import PeftModel
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config.quantization_options import Quantization
 from ..errors import ConfigError
@@ -30,11 +27,11 @@ from ..model.quantizing import quantize_structure
 from ..model.stacks import find_decoder_stack
 from ..model.units import find_structure
 from .activations import Activations
+from .attention import count_shared_heads, planned_attention
 from .fused_head import fused_loss
 from .tracker import Tracker, Unpacking, Work
 from .unpacking import measure_unpacking
 
-_ATTENTION_NAME = "lorashard_trace"
 # What CUDA's autocast computes in float32 of what layers call (AT_FORALL_FP32 in ATen/autocast_mode.h), by the names in
 # torch, torch.Tensor and torch.nn.functional; and what it makes sum up in float32 (AT_FORALL_FP32_SET_OPT_DTYPE).
 # fmt: off
@@ -61,6 +58,7 @@ class Microbatch:
         checkpointing: transformers' options for activation checkpointing, or None where it is off.
         is_offloading: whether what layers save for backward is kept in host memory.
         layer_rows: sequences that go through a decoder layer at a time; None means all.
+        sequence_parallel_size: ranks that compute it together, of which each has as many tokens of each sequence.
     """
 
     num_rows: int
@@ -72,10 +70,16 @@ class Microbatch:
     checkpointing: dict[str, Any] | None = field(default_factory=dict)
     is_offloading: bool = False
     layer_rows: int | None = None
+    sequence_parallel_size: int = 1
 
     @property
     def num_tokens(self) -> int:
         return self.num_rows * self.row_tokens
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of each sequence that one rank has."""
+        return -(-self.row_tokens // self.sequence_parallel_size)
 
 
 @dataclass
@@ -128,8 +132,16 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
         quantization: of the base, whose weights are then unpacked by each operation that reads them.
 
     Raises:
-        ConfigError: the model's code reads values of tensors, so that it cannot run without them.
+        ConfigError: the model's code reads values of tensors, so that it cannot run without them; or ranks are to share
+            each sequence, and cannot share its attention.
     """
+    if microbatch.sequence_parallel_size > 1 and count_shared_heads(model.get_base_model()) is None:
+        raise ConfigError(
+            f"the attention of {type(model.get_base_model()).__name__} cannot be shared by heads",
+            option="sequence_parallel_size",
+            expected="auto or 1",
+            found=microbatch.sequence_parallel_size,
+        )
     path, stack = find_decoder_stack(model)
     layers = list(stack)
     _enable_checkpointing(model, microbatch)
@@ -141,7 +153,7 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
     kinds = _find_kinds(model, layers)
     # The first of a kind may get an input that needs no gradient, which shows until the second is left.
     few = sorted(index for indices in kinds.values() for index in indices[:3])
-    with FakeTensorMode(), _code_for(model, microbatch):
+    with FakeTensorMode(), _code_for(model, microbatch.device_type):
         fakes = _fill(model, path, [layers[index] for index in few])
         quantized = [(fakes[parameter], unpackings[parameter]) for parameter in fakes if parameter in unpackings]
         run = _run(model, microbatch, quantized)
@@ -215,7 +227,7 @@ def _find_unpackings(
 
 
 def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[torch.Tensor, Unpacking]]) -> _Run:
-    shape = (microbatch.num_rows, microbatch.row_tokens)
+    shape = (microbatch.num_rows, microbatch.rank_tokens)
     batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     _, stack = find_decoder_stack(model)
     for parameter in model.parameters():
@@ -225,8 +237,9 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
     resting = [*model.parameters(), *model.buffers(), *gradients, *batch.values()]
     tracker = Tracker(resting, is_for_cuda=microbatch.device_type == "cuda", quantized=quantized)
     borders = _Borders(tracker, list(stack))
+    base, num_sharing = model.get_base_model(), microbatch.sequence_parallel_size
     try:
-        with tracker:
+        with planned_attention(base, tracker, microbatch.has_mask, num_sharing), tracker:
             loss = _compute_loss(model, batch, microbatch)
             borders.end_forward()
             _run_backward(loss)
@@ -234,7 +247,7 @@ def _run(model: PeftModel, microbatch: Microbatch, quantized: Sequence[tuple[tor
     except RuntimeError as error:
         raise ConfigError(
             f"it cannot be planned, since its forward needs the values of tensors ({str(error).splitlines()[0]})",
-            where=type(model.get_base_model()).__name__,
+            where=type(base).__name__,
             fix="give a placement other than auto",
         ) from error
     finally:
@@ -365,45 +378,14 @@ def _enable_checkpointing(model: PeftModel, microbatch: Microbatch) -> None:
 
 
 @contextlib.contextmanager
-def _code_for(model: PeftModel, microbatch: Microbatch) -> Iterator[None]:
+def _code_for(model: PeftModel, device_type: str) -> Iterator[None]:
     """While the body runs, let the model's code take the path that it takes on the device that is planned for."""
-    config = model.get_base_model().config
-    implementation = config._attn_implementation
-    # Falcon's code knows only its own kinds, and treats any other name as eager.
-    is_asked_by_name = any(
-        "ALL_ATTENTION_FUNCTIONS" in getattr(sys.modules.get(type(m).__module__), "__dict__", {})
-        for m in model.modules()
-    )
-    is_replaced = implementation == "sdpa" and is_asked_by_name
-    if is_replaced:
-        # transformers cannot see in fake tensors that no sequence is padded, and would make masks.
-        ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME] = _attention(microbatch)
-        config._attn_implementation = _ATTENTION_NAME
     for module in model.modules():
         # Other kinds read the positions' values; memory is the same.
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"
-    mode = _CudaKernels() if microbatch.device_type == "cuda" else contextlib.nullcontext()
-    try:
-        with mode:
-            yield
-    finally:
-        if is_replaced:
-            del ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME]
-            config._attn_implementation = implementation
-
-
-def _attention(microbatch: Microbatch) -> Callable[..., Any]:
-    def attend(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-    ) -> Any:
-        rows, _, tokens, _ = query.shape
-        window = options.get("sliding_window")
-        has_mask = microbatch.has_mask or (window is not None and tokens > window)
-        mask = torch.empty(rows, 1, tokens, tokens, dtype=torch.bool) if has_mask else None
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-
-    return attend
+    with _CudaKernels() if device_type == "cuda" else contextlib.nullcontext():
+        yield
 
 
 class _CudaKernels(TorchFunctionMode):

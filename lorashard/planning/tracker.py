@@ -63,6 +63,7 @@ class Work(Amounts):
 
     Attributes:
         fusible_bytes, fusible_kernels: those of them that go where elementwise operations are fused (`ElementwiseRun`).
+        exchanged_bytes, num_exchanges: what a rank brings to all-to-alls with those that it shares sequences with.
     """
 
     flops: float = 0.0
@@ -70,6 +71,8 @@ class Work(Amounts):
     num_kernels: float = 0.0
     fusible_bytes: float = 0.0
     fusible_kernels: float = 0.0
+    exchanged_bytes: float = 0.0
+    num_exchanges: float = 0.0
 
 
 @dataclass(frozen=True)

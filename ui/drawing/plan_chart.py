@@ -23,7 +23,9 @@ _PARTS = (
 # How well a placement fits: a mark, words and a color. The page takes brighter colors on black.
 _FITS, _TIGHT, _LACKS = ("\u2713 fits", "#15803D"), ("! tight", "#B45309"), ("\u2715 does not fit", "#B91C1C")
 _TIGHT_SHARE = 0.9
-PLACEMENT_FIELDS = ("placement", "shard_group_size", "resident_layers", "activation_checkpointing_layers")
+PLACEMENT_FIELDS = ("placement", "shard_group_size", "resident_layers", "activation_checkpointing_layers") + (
+    "sequence_parallel_size",
+)
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -89,6 +91,7 @@ def fill_placement(plan: Mapping[str, Any], index: int) -> dict[str, str]:
         "shard_group_size": str(placement["group_size"]) if is_grouped else "",
         "resident_layers": "" if placement["placement"] == "replicate" else str(placement["resident_layers"]),
         "activation_checkpointing_layers": str(placement["activation_checkpointing_layers"]),
+        "sequence_parallel_size": str(placement.get("sequence_parallel_size", 1)),  # plans of older runs have none
     }
 
 

@@ -11,6 +11,7 @@ from lorashard.config.base_options import RankOptions
 from lorashard.config.bounds import TRAINER_BOUNDS
 from lorashard.config.methods import METHODS
 from lorashard.config.options import Option, find_nearest, read_trainer_options, read_yaml_options
+from lorashard.config.placement import read_placement, resolve_placement
 from lorashard.config.quantization_options import Quantization
 from lorashard.config.run_config import ALIASES, HINTS, PINNED_OPTIONS, REFUSED_OPTIONS, RunConfig, read_known_options
 from lorashard.config.trackers import TRACKERS, check_trackers
@@ -179,6 +180,40 @@ def test_a_quantized_base_by_any_name_is_resolved_to_one(tmp_path: Path, words: 
     assert resolve().resolve_quantization() is None
 
 
+def test_ranks_that_share_sequences_are_as_many_as_are_said(tmp_path: Path) -> None:
+    """Catches an alias that one way of giving options does not know, and steps of fewer sequences than were asked for:
+    ranks that share each sequence have it once."""
+    for name in ("sequence_parallel_size", "context_parallel_size", "sp_size"):
+        assert resolve(f"--{name}", "4").sequence_parallel_size == 4
+        assert resolve_yaml(tmp_path, f"{name}: 4\n").sequence_parallel_size == 4
+        resolved = resolve_placement(read_placement(placement="shard", **{name: 4}), 8, None)
+        assert resolved.sequence_parallel_size == 4
+    assert resolve_placement(read_placement(), 8, None).sequence_parallel_size == 1
+    words = ["--global_batch_size", "8", "--per_device_train_batch_size", "2"]
+    for size, num_ranks, expected in (("auto", 4, 1), ("4", 4, 4), ("2", 4, 2), ("2", 2, 4), ("8", 64, None)):
+        config = resolve("--sp_size", size, *words)
+        if expected is not None:
+            assert config.count_accumulation(num_ranks) == {"gradient_accumulation_steps": expected}
+            continue
+        with pytest.raises(ConfigError, match="8 groups of 8 ranks have .*expected a multiple of 16, found 8"):
+            config.count_accumulation(num_ranks)
+    assert resolve("--sp_size", "2").count_accumulation(4) == {}
+    for refuse in (
+        lambda: resolve("--sp_size", "3").count_accumulation(8),
+        lambda: resolve_placement(read_placement(sp_size=3), 8, None),
+    ):
+        with pytest.raises(ConfigError, match="a divisor of the 8 ranks, found 3; 8 is the largest that works"):
+            refuse()
+    with pytest.raises(ConfigError, match="by the name sp_size too"):
+        read_placement(sequence_parallel_size=2, sp_size=2)
+    with pytest.raises(ConfigError, match="in training alone"):
+        ChatOptions.read(["adapter", "--sp_size", "2"])
+    open_by = {"auto": True, "1": False}
+    for asked, is_open in open_by.items():
+        assert resolve("--placement", "shard", "--sp_size", asked).is_placement_open == is_open
+    assert not resolve("--placement", "shard").is_placement_open and resolve("--sp_size", "2").is_placement_open
+
+
 def test_home_is_expanded_as_the_trainer_does() -> None:
     """Catches logs in a folder named `~`, with the checkpoints elsewhere."""
     config = RunConfig(model="m", dataset="d", output_dir="~/run")
@@ -221,6 +256,10 @@ BEST = f"{EVALUATED} --save_steps 2 --load_best_model_at_end"
         ("--lora_r 8 --lora_r 9", "lora_r", "8 9"),
         ("--activation_checkpointing --gradient_checkpointing no", "gradient_checkpointing", "True False"),
         # Values
+        ("--sequence_parallel_size 0", "sequence_parallel_size", "1 or more 0"),
+        ("--sp_size 2 --context_parallel_size 4", "context_parallel_size", "sp_size 2 4"),
+        (f"{GRPO} --sp_size 2", "sequence_parallel_size", "grpo sft, dpo, kto auto 2"),
+        ("--method reward --sp_size 2", "sequence_parallel_size", "reward sft, dpo, kto auto 2"),
         ("--learning_rate fast", "learning_rate", "number 'fast'"),
         ("--learning_rate", "learning_rate", "no value"),
         ("--learning_rate nan", "learning_rate", "number"),

@@ -162,6 +162,7 @@ def test_what_may_differ_by_job_are_options_that_exist() -> None:
         ("method: kto\nsweep: {grid: {lora_r: [8]}}", "method", None, "sft dpo kto"),
         (f"resume: out/checkpoint-3\n{TWO}", "resume_from_checkpoint", None, "auto true"),
         (f"profile_steps: 3-5\n{TWO}", "profile_steps", None, "job alone"),
+        (f"sp_size: 2\n{TWO}", "sequence_parallel_size", None, "jobs of a sweep cannot share"),
         ("sweep: {grid: {dataset: [a.jsonl, b.jsonl]}}", "max_steps", None, "dataset num_train_epochs"),
         ("packing: true\nshuffle_dataset: true\nsweep: {grid: {seed: [1, 2]}}", "max_steps", None, "seed"),
         # Stopping

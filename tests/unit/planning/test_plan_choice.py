@@ -140,9 +140,16 @@ def test_what_cannot_run_is_not_planned(option, value):
 @pytest.mark.parametrize(
     ("options", "expected"),
     (
-        ({}, "placement: shard, resident_layers: 0, activation_checkpointing_layers: all"),
+        (
+            {},
+            "placement: shard, resident_layers: 0, activation_checkpointing_layers: all, sequence_parallel_size: 1",
+        ),
         ({"placement": "host", "activation_checkpointing_layers": "auto"}, "activation_checkpointing_layers: all"),
-        ({"activation_checkpointing_layers": 2, "resident_layers": 1}, "placement: shard"),
+        (
+            {"activation_checkpointing_layers": 2, "resident_layers": 1, "sequence_parallel_size": 2},
+            "placement: shard",
+        ),
+        ({"placement": "host", "sequence_parallel_size": "auto"}, "sequence_parallel_size: 1"),
     ),
 )
 def test_what_cannot_be_planned_keeps_what_was_given_and_says_the_rest(options, expected):

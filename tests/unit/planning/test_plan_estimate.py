@@ -63,6 +63,10 @@ def test_steps_are_those_of_the_trainer():
     assert count_steps(make_config(trainer={"max_steps": 5}), None, 1) == (None, 5, None)
     batch = {"per_device_train_batch_size": 2}
     assert count_steps(make_config(trainer=batch, global_batch_size=8), 20, 2)[:2] == (3, 9)
+    # Four ranks of which two share each sequence make the steps of two.
+    shared = make_config(trainer=batch, global_batch_size=8, sequence_parallel_size=2)
+    assert count_steps(shared, 20, 4, 2)[:2] == (3, 9)
+    assert count_steps(make_config(trainer=batch), 20, 4, 2) == count_steps(make_config(trainer=batch), 20, 2)
 
 
 def test_steps_of_grpo_are_those_of_its_trainer():

@@ -120,8 +120,11 @@ def test_a_plan_tells_what_fits_by_word_and_color_and_never_draws_a_small_model_
     fields = fill_placement(plan, 0)
     assert fields == {
         "placement": "shard", "shard_group_size": "2", "resident_layers": "3", "activation_checkpointing_layers": "4",
+        "sequence_parallel_size": "1",
     }  # fmt: skip
     assert set(fields) == set(PLACEMENT_FIELDS) <= set(RunConfig.model_fields)
+    shared = plan | {"rows": [row | {"placement": placement | {"sequence_parallel_size": 2}}]}
+    assert fill_placement(shared, 0)["sequence_parallel_size"] == "2"
 
 
 @pytest.mark.parametrize(
