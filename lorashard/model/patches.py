@@ -19,7 +19,7 @@ Note [Patches]
     | tuner: `inject_adapter`, `unload`; model: `add_adapter` | `added_adapters.py` | adapters may come and go |
     | base: `generate`, `init_continuous_batching` | `generating.py` | ranks stay together |
     | base: `_set_gradient_checkpointing` | `checkpointing.py` | only some layers are recomputed |
-    | model: hooks; config: the name of its attention | `sequence_rows.py` | ranks share rows |
+    | config of the decoder layers: the name of its attention | `sequence_attention.py` | ranks share rows |
     | accelerate's module: `prepare_data_loader` | `loader_groups.py` | ranks that share rows are given the same |
     | model: `save_pretrained` | `saving.py` | files say which base they belong to |
     | PEFT's module, while it saves: `safe_save_file` | `saving.py` | that is written with the file |

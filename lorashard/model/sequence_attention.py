@@ -92,10 +92,10 @@ class _Chosen:
 
     def __init__(self, config: PretrainedConfig, implementation: str) -> None:
         self._config = config
-        self._attn_implementation = implementation
+        self._implementation = implementation
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return self._implementation if name == "_attn_implementation" else getattr(self._config, name)
 
 
 class _LocalHeads:

@@ -215,7 +215,8 @@ def test_what_is_patched_on_models_is_in_one_table() -> None:
     """A method that is replaced somewhere in the package, which whoever wonders about it has to search for."""
     folder = ROOT / "lorashard/model"
     table = (folder / "patches.py").read_text(encoding="utf-8").partition('"""\n\n')[0]
-    patching = re.compile(r"(?<!def )(?:wrap_method|extend_classes)\(|\.(?:__class__|forward) = ")
+    names = "__class__|forward|prepare_data_loader|_attn_implementation_internal"
+    patching = re.compile(rf"(?<!def )(?:wrap_method|extend_classes)\(|\.(?:{names}) = ")
     files = {path.name for path in folder.glob("*.py") if patching.search(path.read_text(encoding="utf-8"))}
     assert files - {"patches.py"} == set(re.findall(r"`(\w+\.py)` \|", table))
 
