@@ -48,6 +48,7 @@ from .model.sequence_rows import check_sequences, share_sequences
 from .model.sharding import ENGINE_ATTRIBUTE, base_of, engine_of, remember_quantization, shard_structure
 from .model.sources import MemorySource
 from .model.stacks import find_layers, name_units
+from .model.tiled_mlp import tile_mlps
 from .model.units import find_structure
 from .planning.auto import BaseModel, Training, plan_here
 from .planning.choose import PlanError
@@ -140,7 +141,8 @@ def load(
         adapter_seeds: that `adapters` are drawn from, by name; by default all from the random numbers as they are.
         **placement_options: the other fields of `lorashard.config.placement.PlacementOptions`: `prefetch`,
             `cpu_offload`, `sharding_strategy`, `shard_group_size`, `resident_layers`, `layer_microbatch_size`,
-            `activation_checkpointing_layers`, `sequence_parallel_size` (docs/long.md), `unit_paths`, `wait_warning_s`.
+            `activation_checkpointing_layers`, `sequence_parallel_size` and
+            `mlp_tile_tokens` (docs/long.md), `unit_paths`, `wait_warning_s`.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the model.
@@ -208,6 +210,7 @@ def load(
             has_mask=per_device_train_batch_size > 1,
             checkpointing={} if activation_checkpointing else None,
             layer_rows=asked.layer_microbatch_size,
+            tile_tokens=asked.mlp_tile_tokens,
         )
         one = Training(microbatch, is_fused=torch_compile is not False or kernels != "exact")
         training = replace(one, others=tuple((cast(LoraConfig, other), one) for other in others))
@@ -400,6 +403,8 @@ def _finish(
         compile_layers(find_layers(model), compiling)
     if resolved.layer_microbatch_size is not None:
         split_layers(find_layers(model), resolved.layer_microbatch_size)
+    if resolved.mlp_tile_tokens is not None:
+        tile_mlps(find_layers(model), resolved.mlp_tile_tokens)
     if resolved.activation_checkpointing_layers != "all":
         checkpoint_some(model, resolved.activation_checkpointing_layers)
     if device.type == "cpu" and explain_slow_bfloat16(device) is not None:

@@ -55,6 +55,9 @@ class PlacementOptions(BaseModel):
     layer_microbatch_size: int | None = Field(default=None, ge=1)
     """Sequences of a batch that pass a decoder layer at a time (per-layer micro-batching): a large batch then takes one
     gather a layer, and no more memory inside it. Default: the whole batch."""
+    mlp_tile_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that pass a decoder layer's MLP at a time (tiled MLP), each recomputed in backward: less memory for long
+    sequences, more time. Default: all tokens."""
 
     activation_checkpointing_layers: Literal["auto", "all"] | int = "auto"
     """Number of decoder layers, spread evenly, that activation checkpointing recomputes; the others keep their
@@ -198,6 +201,7 @@ class ResolvedPlacement:
         unit_paths: modules that are gathered one at a time, if they were named.
         wait_warning_s: how long a rank waits for others before it reports where each of them is; 0: for ever.
         sequence_parallel_size: consecutive ranks that share each sequence.
+        mlp_tile_tokens: tokens that pass an MLP at a time; None: all.
     """
 
     placement: Placement
@@ -209,6 +213,7 @@ class ResolvedPlacement:
     unit_paths: list[str] | None = None
     wait_warning_s: float = _WAIT_WARNING_S
     sequence_parallel_size: int = 1
+    mlp_tile_tokens: int | None = None
 
 
 def read_placement(**options: object) -> PlacementOptions:
@@ -333,6 +338,7 @@ def resolve_placement(options: PlacementOptions, world_size: int, node_size: int
         options.unit_paths,
         options.wait_warning_s,
         num_sequence_ranks,
+        options.mlp_tile_tokens,
     )
 
 

@@ -12,6 +12,7 @@ Note [Patches]
     | norms and MLPs: `forward` | `fusing.py`, by Liger | Liger's kernels compute them |
     | class of each decoder layer: `__call__` | `micro_batching.py` | old transformers do not checkpoint around hooks |
     | each decoder layer: `forward` | `micro_batching.py` | a batch runs in pieces |
+    | each decoder layer's MLP: `forward` | `tiled_mlp.py` | tokens run in tiles |
     | class of each `lora.Linear`: `forward` | `lora_linear.py` | what cannot change its bits is not computed |
     | base: `_apply`, `resize_token_embeddings` | `refusals.py` | the base is neither cast nor resized |
     | model and base: `__deepcopy__`, `__reduce_ex__` | `refusals.py` | the base is neither copied nor pickled |

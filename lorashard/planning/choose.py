@@ -289,6 +289,7 @@ def _candidates(
             options.unit_paths,
             options.wait_warning_s,
             1 if options.sequence_parallel_size == "auto" else options.sequence_parallel_size,
+            options.mlp_tile_tokens,
         )
 
     check_num_layers("resident_layers", asked_layers, len(size.layers))

@@ -154,6 +154,7 @@ def _describe_microbatch(
         checkpointing=dict(config.activation_checkpointing_kwargs or {}) if config.activation_checkpointing else None,
         is_offloading=bool(options.get("activation_offloading")),
         layer_rows=config.layer_microbatch_size,
+        tile_tokens=config.mlp_tile_tokens,
     )
 
 

@@ -25,6 +25,7 @@ from ..model.lora_linear import spare_lora_steps
 from ..model.micro_batching import split_layers
 from ..model.quantizing import quantize_structure
 from ..model.stacks import find_decoder_stack
+from ..model.tiled_mlp import tile_mlps
 from ..model.units import find_structure
 from .activations import Activations
 from .attention import count_shared_heads, planned_attention
@@ -58,6 +59,7 @@ class Microbatch:
         checkpointing: transformers' options for activation checkpointing, or None where it is off.
         is_offloading: whether what layers save for backward is kept in host memory.
         layer_rows: sequences that go through a decoder layer at a time; None means all.
+        tile_tokens: tokens that go through an MLP at a time; None means all.
         sequence_parallel_size: ranks that compute it together, of which each has as many tokens of each sequence.
     """
 
@@ -70,6 +72,7 @@ class Microbatch:
     checkpointing: dict[str, Any] | None = field(default_factory=dict)
     is_offloading: bool = False
     layer_rows: int | None = None
+    tile_tokens: int | None = None
     sequence_parallel_size: int = 1
 
     @property
@@ -149,6 +152,8 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
     # A packed sequence is split where its examples begin, which only values show: it is planned without a split.
     if microbatch.layer_rows is not None and microbatch.layer_rows < microbatch.num_rows:
         split_layers(layers, microbatch.layer_rows)
+    if microbatch.tile_tokens is not None:
+        tile_mlps(layers, microbatch.tile_tokens)
     unpackings = _find_unpackings(model, quantization, microbatch.device_type)
     kinds = _find_kinds(model, layers)
     # The first of a kind may get an input that needs no gradient, which shows until the second is left.

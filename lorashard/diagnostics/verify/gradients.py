@@ -22,6 +22,7 @@ from ...model.loading import load_sharded
 from ...model.micro_batching import split_layers
 from ...model.skeleton import choose_auto_class
 from ...model.stacks import find_layers, name_units
+from ...model.tiled_mlp import tile_mlps
 from ...planning.auto import BaseModel
 from ...planning.trace import Microbatch
 from ...runtime import dist
@@ -74,6 +75,7 @@ def verify_gradients(options: VerifyOptions) -> tuple[dict[str, Any], list[Check
         loss="model",
         is_autocast=dtype != torch.float32,
         layer_rows=options.layer_microbatch_size,
+        tile_tokens=options.mlp_tile_tokens,
     )
     fit = fit_layers(described, microbatch, placement, device)
     model_text = f"{options.model_name_or_path}, {fit.describe()}"
@@ -178,6 +180,8 @@ def _prepare(model: PeftModel, placement: ResolvedPlacement) -> None:
     name_units(model, placement.unit_paths)
     if placement.layer_microbatch_size is not None:
         split_layers(find_layers(model), placement.layer_microbatch_size)
+    if placement.mlp_tile_tokens is not None:
+        tile_mlps(find_layers(model), placement.mlp_tile_tokens)
     if placement.activation_checkpointing_layers != "all":
         checkpoint_some(model, placement.activation_checkpointing_layers)
     generator = torch.Generator().manual_seed(_SEED)
