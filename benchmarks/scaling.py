@@ -345,9 +345,9 @@ LONGEST_HEAD = """## The longest sequence that fits: 8B in bf16, one sequence, p
 
 As above, LoRA with r 16 on all linear layers, all of which recompute their activations. The longest `max_length`, in
 multiples of {unit:,}, that the plan says fits: one multiple more does not. Layers keep their inputs for backward on the
-*card*, or with `activation_offloading: true` in the *host*'s memory, whose size is not checked, and to which the time
-of copying is not planned. Several cards all share each sequence (`sequence_parallel_size: 8`), which `auto` chooses
-where fewer do not do: each has an eighth of the tokens, and in attention an eighth of the heads over all tokens. Beyond
+*card*, or with `activation_offloading: true` in the *host*'s memory, whose size is not checked; the time of these
+copies is not planned. Several cards all share each sequence (`sequence_parallel_size: 8`), which `auto` chooses where
+fewer are not enough: each has an eighth of the tokens, and in attention an eighth of the heads over all tokens. Beyond
 the 131,072 tokens that Llama 3.1 was made for, a plan warns.
 
 For comparison, ALST (Arctic Long Sequence Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) reports

@@ -121,6 +121,7 @@ def test_as_few_ranks_share_a_sequence_as_it_takes(base):
     step = made.choice
     assert step.tokens_per_s == pytest.approx(3 * 8192 / step.step_s)
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert plan(base, needed[1] - 1, num_ranks=4).choice.placement.sequence_parallel_size == 2
     # Of 3 and 6 ranks none divides 8 heads: with 4 ranks more could share.
     assert plan(base, needed[2] - 1).chosen is None
     assert plan(base, needed[2] - 1, num_ranks=4).choice.placement.sequence_parallel_size == 4
