@@ -7,7 +7,7 @@ Contenders take turns, each on fresh ranks: peers replace functions of torch and
 each turn and for each length a contender computes a first step, whose gradients are compared with those of the whole
 model on whole rows in one process, and then steps that are timed; where rows are shared, a rank that computes more than
 its slice of one ends the contender. Of the seconds the fastest step counts, as slow as its slowest rank, since another
-process can only make one slower. Memory is the most that the first step takes above what the process held before the
+process can only make one slower; processor seconds are all threads'. Memory is the most that the first step takes above what the process held before the
 model. What a contender cannot run is recorded with its reason.
 
 DeepSpeed is optional: `pip install deepspeed`.
@@ -62,6 +62,7 @@ GRADIENT_TOLERANCE = 1e-5
 PEER_TOLERANCE = 1e-3
 OWN = (SharedRows.name, OwnRows.name)
 TURN_S = 3600.0
+HEADER = ("tokens of a row: contender", "tokens/s", "processor, s", "memory, MiB", "gradient")
 
 
 def main() -> None:
@@ -135,11 +136,15 @@ def join(name: str, turns: list[list[Any]]) -> dict[str, Any]:
         measured = [[rank["lengths"][length] for rank in ranks] for ranks in turns]
         # A step takes as long as its slowest rank.
         seconds = [max(step) for ranks in measured for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+        processor_s = [
+            sum(step) for ranks in measured for step in zip(*(rank["processor_s"] for rank in ranks), strict=True)
+        ]
         ranks = [rank for turn in measured for rank in turn]
         tokens = int(length) * (world_size if name == OwnRows.name else 1)
         found[length] = {
             "tokens_per_step": tokens,
             "step_s": summarize(seconds) | {"all": seconds},
+            "processor_s": summarize(processor_s) | {"all": processor_s},
             "tokens_per_s": tokens / min(seconds),
             "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
             "before_model_bytes": max(rank["before_model_bytes"] for rank in ranks),
@@ -150,33 +155,33 @@ def join(name: str, turns: list[list[Any]]) -> dict[str, Any]:
 
 def make_table(record: dict[str, Any]) -> str:
     """Return the markdown table of a record, with a line that says what was measured."""
-    config = record["config"]
-    header = ["", *(f"{length:,}: {what}" for length in config["lengths"] for what in ("tokens/s", "MiB"))]
+    config, contenders = record["config"], record["contenders"]
+    titles = {name: CONTENDERS[name].title.format(size=config["world_size"]) for name in contenders}
     rows = []
-    for name, found in record["contenders"].items():
-        title = CONTENDERS[name].title.format(size=config["world_size"])
-        if "does_not_run" in found:
-            rows.append([title, f"does not run: {found['does_not_run']}", *[""] * len(header[3:]), ""])
-            continue
-        cells = [
-            text
-            for one in found["lengths"].values()
-            for text in (f"{one['tokens_per_s']:,.0f}", in_mib(one["peak_bytes"] - one["before_model_bytes"]))
-        ]
-        rows.append([title, *cells, f"{max(one['largest_gradient_error'] for one in found['lengths'].values()):.0e}"])
-    machine = (
-        ", ".join(record["hardware"]["gpus"]) or f"{record['hardware']['cores']} cores of {record['hardware']['cpu']}"
-    )
+    for length in config["lengths"]:
+        for name in [name for name in contenders if "lengths" in contenders[name]]:
+            one = contenders[name]["lengths"][str(length)]
+            cells = [
+                f"{one['tokens_per_s']:,.0f}",
+                f"{one['processor_s']['min'] / one['tokens_per_step'] * 1000:.2f}",
+                in_mib(one["peak_bytes"] - one["before_model_bytes"]),
+                f"{one['largest_gradient_error']:.0e}" if one["largest_gradient_error"] else "0",
+            ]
+            rows.append([f"{length:,}: {titles[name]}", *cells])
+    for name in [name for name in contenders if "lengths" not in contenders[name]]:
+        rows.append([titles[name], f"does not run: {contenders[name]['does_not_run']}", "", "", ""])
+    hardware = record["hardware"]
+    machine = ", ".join(hardware["gpus"]) or f"{hardware['cores']} cores of {hardware['cpu']}"
     num_heads = config["hidden_size"] // config["head_dim"]
     words = (
         f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, {num_heads} heads, "
         f"{num_heads // config['queries_per_key']} of keys, vocabulary {config['vocab_size']:,}, fp32, LoRA r "
         f"{config['lora_r']} on all linears, activation checkpointing, rows of so many tokens, one at a time, on "
         f"{config['world_size']} ranks; {machine}. The fastest of {config['turns'] * config['steps_a_turn']} steps in "
-        f"{config['turns']} turns; the most memory of a rank above what it held before the model; the largest relative "
-        "difference of a gradient from that of the whole model in one process."
+        f"{config['turns']} turns; the processor seconds of all ranks for 1,000 tokens; the most memory of a rank "
+        "above what it held before the model; the largest relative difference of a gradient from the whole model's."
     )
-    return f"{format_table([*header, 'gradient'], rows)}\n\n{words}"
+    return f"{format_table(HEADER, rows)}\n\n{words}"
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -234,16 +239,18 @@ def measure_contender(job: dict[str, Any], size: ModelSize, device: torch.device
         check_slices(job, length, seen[-1])
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sampler.peak_bytes["RssAnon"]
         row = make_row(size, length, dist.get_rank() if job["name"] == OwnRows.name else 0, device)
-        seconds = []
+        seconds, processor_s = [], []
         for _ in range(job["steps"]):
             dist.barrier()
             synchronize(device)
-            begin_s = time.perf_counter()
+            begin_s, processor_begin_s = time.perf_counter(), time.process_time()
             contender.step(row)
             synchronize(device)
             seconds.append(time.perf_counter() - begin_s)
+            processor_s.append(time.process_time() - processor_begin_s)
         found["lengths"][str(length)] = {
             "step_s": seconds,
+            "processor_s": processor_s,
             "peak_bytes": peak,
             "before_model_bytes": before_bytes,
             "gradient_error": error,

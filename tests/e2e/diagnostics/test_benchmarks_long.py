@@ -58,11 +58,12 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_own_rows_count_each(long):
     """Catches data parallelism whose throughput counts one rank's row, and a rank that waits told as a fast one."""
 
     def report(*seconds: float, peak_bytes: int = 5) -> dict:
-        one = {"step_s": seconds, "peak_bytes": peak_bytes, "before_model_bytes": 2, "gradient_error": 0.0}
-        return {"lengths": {"16": one}}
+        one = {"step_s": seconds, "processor_s": seconds, "peak_bytes": peak_bytes}
+        return {"lengths": {"16": one | {"before_model_bytes": 2, "gradient_error": 0.0}}}
 
     turns = [[report(4.0, 1.0), report(2.0, 8.0)], [report(5.0, 9.0), report(5.0, 9.0, peak_bytes=7)]]
     own, shared = (long.join(name, turns)["16"] for name in ("lorashard", "lorashard_shared"))
     assert own["step_s"] == {"median": 6.5, "min": 4.0, "max": 9.0, "all": [4.0, 8.0, 5.0, 9.0]}
     assert (own["tokens_per_s"], shared["tokens_per_s"]) == (32 / 4, 16 / 4)
+    assert own["processor_s"]["all"] == [6.0, 9.0, 10.0, 18.0]
     assert own["peak_bytes"] == 7
