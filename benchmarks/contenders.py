@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 Batch = dict[str, torch.Tensor]
-HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class ModelSize:
     batch_size: int
     sequence_tokens: int
     dtype: str = "bfloat16"
+    head_dim: int = 64
+    queries_per_key: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -44,13 +45,14 @@ class ModelSize:
 def build_base(size: ModelSize) -> LlamaForCausalLM:
     """Return the seeded base, whole, on the host: the same on every rank."""
     torch.manual_seed(0)
+    num_heads = size.hidden_size // size.head_dim
     config = LlamaConfig(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
         intermediate_size=size.intermediate_size,
         num_hidden_layers=size.num_layers,
-        num_attention_heads=size.hidden_size // HEAD_DIM,
-        num_key_value_heads=size.hidden_size // HEAD_DIM,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // size.queries_per_key,
         max_position_embeddings=size.sequence_tokens,
         tie_word_embeddings=False,
         use_cache=False,
@@ -137,7 +139,7 @@ class Ddp(Contender):
     name, title = "ddp", "PEFT + DDP"
 
     def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
-        return _wrap_in_ddp(model, device)
+        return wrap_in_ddp(model, device)
 
 
 class Fsdp2(Contender):
@@ -235,10 +237,10 @@ class Lorashard(Contender):
         import lorashard
 
         self.peft_model = lorashard.shard(model, placement="shard", device=device)
-        return _wrap_in_ddp(self.peft_model, device)
+        return wrap_in_ddp(self.peft_model, device)
 
 
-def _wrap_in_ddp(model: PeftModel, device: torch.device) -> DistributedDataParallel:
+def wrap_in_ddp(model: PeftModel, device: torch.device) -> DistributedDataParallel:
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
