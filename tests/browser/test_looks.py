@@ -50,7 +50,7 @@ def test_every_page_can_be_read_in_both_themes(start_ui, open_tab, make_place):
         check_looks(page)
         open_page(page, f"sweep?name={SWEEP}")
         page.wait_for_function(_IS_DRAWN)
-        check_looks(page, height=1200)
+        check_looks(page, "sweep", height=1200)
         open_page(page, f"run?name={LIVE}")
         page.wait_for_function(_IS_DRAWN)
         check_looks(page, "run", height=1200)

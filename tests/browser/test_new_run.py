@@ -86,7 +86,8 @@ def read_code(page: Page, elem_id: str) -> str:
 def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     """Catches a form whose plan, preview, check or command is not that of its options, or shows a path of this machine
     where a shorter one leads there; a plan of what was typed before; a mistake of the data that is told nowhere; a plan
-    or a Start that is out of sight where somebody scrolls; and supervised tokens that cannot be read in the dark."""
+    or a Start that is out of sight where somebody scrolls; supervised tokens that cannot be read in the dark; and a bar
+    whose click takes another placement, or leaves its resident layers behind."""
     page = form
     fill_demo(page, dataset="examples/demo/nothing.jsonl", max_length="")
     expect(page.locator("#preview-status")).to_contain_text("nothing.jsonl", timeout=WORKER_MS)
@@ -145,6 +146,16 @@ def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     assert words[:2] == ["lorashard", "finetune"]
     assert words[words.index("--output_dir") + 1] == "runs/base-train"
     assert words[words.index("--quantization") + 1] == "nf4" and "quantization: nf4" in read_code(page, "yaml")
+
+    bars = page.locator("#plan-chart .barlayer .trace").first.locator(".point path")  # of the base at rest
+    lines = page.locator("#plan-take label").all_inner_texts()
+    expect(bars).to_have_count(len(lines))
+    wanted = next(place for place, line in enumerate(lines) if line.startswith("shard"))
+    box = bars.nth(wanted).bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    expect(find_input(page, "placement")).to_have_value("shard")
+    expect(find_input(page, "resident_layers")).to_have_value(re.compile(r"^\d+$"))
+    expect(page.locator("#yaml .cm-content")).to_contain_text(re.compile(r"placement: shard.*resident_layers: \d"))
 
 
 @pytest.mark.slow
@@ -226,6 +237,46 @@ def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
     assert "output_dir" not in read_code(page, "yaml") and "lora_alpha" not in read_code(page, "yaml")
     open_page(page, "new?from=../../etc")
     expect(page.get_by_text("name of a")).to_be_visible()
+
+
+@pytest.mark.slow
+def test_the_form_is_kept_until_it_is_cleared(form):
+    """Catches a form that a reload empties, or brings back after it was cleared; a recipe that is taken once more by
+    whoever comes past its list, which undoes what was changed; and a list that stays open over the fields below where
+    Tab leaves it before it has opened."""
+    page = form
+    recipes = page.locator("#clone input").first
+    recipes.click()
+    page.get_by_role("option", name=re.compile("^Recipe demo")).first.click()
+    expect(find_input(page, "learning_rate")).to_have_value("0.005")
+    type_in(page, "learning_rate", "0.25")
+    recipes.focus()
+    for key in ("Tab", "Shift+Tab", "Tab"):
+        page.keyboard.press(key)
+    type_in(page, "lora_r", "8")
+    yaml = page.locator("#yaml .cm-content")
+    expect(yaml).to_contain_text("lora_r: 8")
+    expect(yaml).to_contain_text("learning_rate: 0.25")
+
+    find_input(page, "dataset").focus()
+    page.keyboard.press("a")
+    page.keyboard.press("Tab")
+    page.locator("#find-option input").focus()
+    page.keyboard.press("Shift+Tab")
+    expect(page.locator("#run-name textarea, #run-name input")).to_be_focused()
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    expect(page.get_by_role("listbox")).to_have_count(0)
+
+    page.reload()
+    expect(find_input(page, "learning_rate")).to_have_value("0.25")
+    expect(page.locator("#more textarea")).to_have_value(re.compile("warmup_steps: 10"))
+    expect(yaml).to_contain_text("lora_r: 8")
+    page.locator("#clear").click()
+    expect(page.locator("#problems")).to_contain_text("Still missing")
+    expect(yaml).not_to_contain_text("learning_rate")  # fields become empty one after the other
+    page.reload()
+    expect(page.locator("#problems")).to_contain_text("Still missing")
+    expect(find_input(page, "learning_rate")).to_have_value("")
 
 
 @pytest.mark.slow

@@ -367,8 +367,8 @@ def check_end(server: UiServer, number: int) -> None:
 
 
 def test_a_person_logs_in_and_ctrl_c_ends_the_server_at_once(open_tab, guarded_ui, page_errors):
-    """Whoever follows a link to a run must come out at that run; and open pages hold connections, which a server that
-    waits for them never ends."""
+    """Whoever follows a link to a run must come out at that run; a link that logs nobody out leaves the pages to the
+    next person; and open pages hold connections, which a server that waits for them never ends."""
     shutil.rmtree(guarded_ui.root / ".serving-alive")
     page = open_tab(guarded_ui, viewport={"width": 390, "height": 844})
     page.goto("compare?runs=a,b")
@@ -382,6 +382,17 @@ def test_a_person_logs_in_and_ctrl_c_ends_the_server_at_once(open_tab, guarded_u
     page.keyboard.type(PASSWORD)
     page.keyboard.press("Enter")
     page.wait_for_url("**/compare?runs=a,b")
+    page.wait_for_selector(".gradio-container nav")
+    page.get_by_role("link", name="Runs").first.click()
+    page.get_by_role("link", name="Log out").click()
+    page.wait_for_url("**/login*")
+    page.goto("new")
+    page.wait_for_url("**/login?next=new")
+    page.keyboard.type("ada")
+    page.keyboard.press("Tab")
+    page.keyboard.type(PASSWORD)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/new")
     page.wait_for_selector(".gradio-container nav")
     page.wait_for_timeout(500)
     check_end(guarded_ui, signal.SIGINT)

@@ -34,6 +34,20 @@ _SLOW_CLOCK = r"""{
 }"""
 
 
+# Gradio opens a list of choices a moment after a key: where the field was left meanwhile, as by Tab, it would stay open
+# over the fields below for good.
+_CLOSE_LISTS = """{
+  document.addEventListener('keydown', (event) => {
+    const isOfList = event.target.matches?.('[role=combobox]') && event.isTrusted;
+    if (isOfList && ['Tab', 'Shift', 'Control', 'Alt', 'Meta'].includes(event.key)) event.stopPropagation();
+  }, true);
+  new MutationObserver((changes) => changes.forEach(({target}) => {
+    const isLeft = target.ariaExpanded === 'true' && target !== document.activeElement;
+    if (isLeft) target.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}));
+  })).observe(document, {subtree: true, attributeFilter: ['aria-expanded']});
+}"""
+
+
 def draw_frame(pages: Mapping[str, str]) -> Markup:
     """Return the frame, which hides itself once Gradio has drawn the page.
 
@@ -43,5 +57,5 @@ def draw_frame(pages: Mapping[str, str]) -> Markup:
     links = (link(path, title) for title, path in pages.items())
     bar = tag("nav", tag("div", tag("strong", "lorashard"), *links))
     body = tag("main", tag("div"), tag("div"), tag("div"), aria_label="The page is loading", aria_busy="true")
-    first = Markup(f"<style>{_RULES}</style><script>{_SLOW_CLOCK}</script>")
+    first = Markup(f"<style>{_RULES}</style><script>{_SLOW_CLOCK}{_CLOSE_LISTS}</script>")
     return tag("div", first, bar, body, id="frame")

@@ -173,9 +173,13 @@ def build(context: AppContext) -> None:
         cancel(name, request)
         return [_NO_TALK, show_if_any(""), *(draw_talk(source, []) for source in panes)]
 
+    def switch(before: str | None, name: str | None, request: gr.Request) -> list[Any]:
+        is_arrival = before is None
+        return [name, *([gr.skip()] * len(forgotten) if is_arrival else forget(before, request))]
+
     offering = {"fn": offer, "inputs": run, "outputs": [checkpoint, example]} | QUIET
     refreshed = {"fn": refresh, "inputs": [parts.seen, run], "outputs": parts.outputs} | QUIET
-    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed).then(**offering)
+    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET)
     example.input(lambda text: [text, None], example, [question, example], **QUIET)
     timer.tick(**refreshed)
     load.click(begin_loading, devices, told, **QUIET).then(**refreshed)
@@ -184,9 +188,12 @@ def build(context: AppContext) -> None:
     changed = [question, send, stop, told, talks, *panes.values()]
     gr.on([send.click, question.submit], answer, asked, changed, **QUIET)
     stop.click(cancel, run, None, **QUIET)
-    reset.click(forget, run, [talks, told, *panes.values()], **QUIET)
-    run.input(forget, run, [talks, told, *panes.values()], **QUIET).then(**refreshed).then(**offering)
-    checkpoint.input(forget, run, [talks, told, *panes.values()], **QUIET)
+    forgotten, talked_with = [talks, told, *panes.values()], gr.State(None)
+    reset.click(forget, run, forgotten, **QUIET)
+    # Not `input`: Gradio's lists send it when they are left, whatever was chosen.
+    switching = run.change(switch, [talked_with, run], [talked_with, *forgotten], **QUIET)
+    switching.then(**refreshed).then(**offering)
+    checkpoint.change(forget, run, forgotten, **QUIET)
 
 
 class Exchange:

@@ -218,9 +218,10 @@ def build(context: AppContext) -> None:
     refreshed = {"fn": refresh, "inputs": [parts.seen, job, started], "outputs": parts.outputs} | QUIET
     packing = {"fn": prepare, "inputs": [run, checkpoint], "outputs": prepared} | QUIET
     offering = {"fn": lambda name: offer_checkpoints(context, name), "inputs": run, "outputs": checkpoint} | QUIET
-    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed).then(**offering).then(**packing)
+    gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed)
     timer.tick(**refreshed)
-    run.input(**offering).then(**packing)
+    # Not `input`: Gradio's lists send it when they are left, whatever was chosen.
+    run.change(**offering).then(**packing)
     checkpoint.input(**packing)
     job.input(**refreshed)
     answered = [started, job, parts.seen]

@@ -249,19 +249,22 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
 
     def begin(source: str | None) -> list[Any]:
         if not source:
-            return [gr.skip()] * (1 + len(names))
+            return [gr.skip()] * (2 + len(names))
         name = source.removeprefix(RECIPE).removeprefix(RUN)
         try:
             if source.startswith(RECIPE) and (path := list_recipes().get(name)) is not None:
-                return fill(read_yaml_file(path), f"Options of the recipe {name}.")
-            return fill(clone_run(context.root, name), f"Options copied from the run {name}.")
+                return [None, *fill(read_yaml_file(path), f"Options of the recipe {name}.")]
+            return [None, *fill(clone_run(context.root, name), f"Options copied from the run {name}.")]
         except ConfigError as error:
-            return refuse(error)
+            return [None, *refuse(error)]
 
     filled = [parts.loaded, *inputs]
     # A field that is not shown tells of no change, so what fills in the form asks for the rest itself.
     parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **QUIET).then(**refreshing)
-    parts.source.input(begin, parts.source, filled, trigger_mode="always_last", **QUIET).then(**refreshing)
+    # Not `input`: Gradio's lists send it also when they are left, which would fill in again. What was chosen does not
+    # stay, so that it can be chosen once more.
+    beginning = parts.source.change(begin, parts.source, [parts.source, *filled], trigger_mode="always_last", **QUIET)
+    beginning.then(**refreshing)
     parts.clear.click(lambda: fill_kept(empty), None, filled, **QUIET).then(**refreshing)
 
     def keep(path: str | None) -> list[Any]:
@@ -311,10 +314,7 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
         updates = dict(zip(names, fields, strict=True))
         updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=choices.models())
         updates["dataset"] = merge(updates["dataset"], choices=choices.datasets())
-        sources = choices.sources()
-        value = source and RUN + source
-        found = value if value in [name for _, name in sources] else None
-        return [gr.update(choices=sources, value=found), said, *updates.values()]
+        return [gr.update(choices=choices.sources()), said, *updates.values()]
 
     page = gr.context.Context.root_block
     assert page is not None

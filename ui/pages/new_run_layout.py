@@ -61,9 +61,7 @@ STYLE = """<style>
 SCRIPT = """() => {
   const find = (event) => event.target.closest?.('.option');
   document.addEventListener('keydown', (event) => {
-    // Gradio answers Tab by opening the list of a field that is left already.
-    if (event.key === 'Tab' && event.target.matches('[role=combobox]')) event.stopPropagation();
-    if (event.key === 'Escape') find(event)?.classList.add('quiet');
+    if (event.key === 'Escape' && event.isTrusted) find(event)?.classList.add('quiet');
   }, true);
   document.addEventListener('focusin', (event) => {
     const help = find(event)?.querySelector('.info-text');
