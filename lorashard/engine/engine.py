@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,7 +187,8 @@ class Engine:
             def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 engine = engine_of()
                 if engine is not None and engine.is_trained_by(optimizer):
-                    check_ranks_agree(engine._group, 2, engine._hash)
+                    job = None if engine.turns is None else engine.turns.job
+                    check_ranks_agree(engine._group, 2, engine._hash, () if job is None else (job,))
 
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
@@ -425,7 +427,7 @@ class Engine:
         if self.turns is None or job is None:
             self._begin_pass(is_training)
         elif self.turns.begin_pass(is_training):
-            self._begin_pass(self.turns.is_training)
+            self._begin_pass(self.turns.is_training, self.turns.in_pass)
         self._inside.add(job)
         is_done = False
         try:
@@ -434,18 +436,20 @@ class Engine:
             is_done = True
         finally:
             self._inside.discard(job)
-            is_last = self.turns is None or job is None or self.turns.end_pass(is_done)
+            is_last = self.turns is None or job is None or self.turns.end_pass(
+                None if is_done else sys.exception()
+            )
             if not is_done:
                 self._recover()
             elif is_last:
                 self._num_forwards += self._is_training
                 self._release_all()
 
-    def _begin_pass(self, is_training: bool) -> None:
+    def _begin_pass(self, is_training: bool, jobs: Collection[int] = ()) -> None:
         is_left_unsharded = any(unit.state is State.UNSHARDED for unit in self.pool.owners())
         if is_left_unsharded or self._graph_task != -1:
             self._recover()  # the last backward was cut short by an exception
-        check_ranks_agree(self._group, int(is_training), self._hash)
+        check_ranks_agree(self._group, int(is_training), self._hash, jobs)
         self._is_training = is_training
         self._direction = Direction.TRAINING_FORWARD if is_training else Direction.FORWARD
         self._position = 0

@@ -18,7 +18,7 @@ from torch import nn
 
 import lorashard
 from lorashard.engine.turns import Turns
-from lorashard.errors import TrainingError
+from lorashard.errors import ShardError, TrainingError
 from lorashard.model.sharding import engine_of
 
 CPU_BUDGET_S = 75  # 58 where this was written, with the slow rows
@@ -297,3 +297,24 @@ def test_an_error_inside_of_a_pass_ends_all_and_the_engine_goes_on(bases, row):
     """Catches threads that hang, units that stay in their slots, and a job that trains on after half of a pass."""
     for wrong in run_ranks(fail_and_go_on, row.world, bases, row):
         assert wrong == {}
+
+
+def lose_other_jobs(rank: int, folder: Path, row: Row) -> str:
+    """Lose one job on each rank, another on each."""
+    models = load(folder, row)
+    turns, lost = turns_of(models), NAMES[rank]
+
+    def work(name: str) -> Callable[[], None]:
+        options = {"between": give_up} if name == lost else {}
+        return lambda: train(name, models[name], row, turns.backward, rank, **options)
+
+    with pytest.raises(ShardError) as caught:
+        turns.run([work(name) for name in NAMES], (TrainingError,))
+    return str(caught.value)
+
+
+def test_ranks_that_have_lost_other_jobs_stop_before_they_mix_gradients(bases):
+    """Catches a job whose gradients are added to another's, where a rank alone has lost it: the units that are
+    gathered for those that are left are the same."""
+    for said in run_ranks(lose_other_jobs, 2, bases, Row("shard", 2, microbatches=1)):
+        assert said.count("begins a forward with gradients of 3 jobs") == 2
