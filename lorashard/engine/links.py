@@ -66,7 +66,7 @@ def _replace_first(values: Any, token: torch.Tensor, then: Callable[[], None]) -
         if not values.requires_grad:
             return None
         tensor, token = _Link.apply(then, values, token)
-        tensor.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+        tensor.grad_fn._set_sequence_nr(0)
         return tensor, token
     if isinstance(values, dict):
         for key, value in values.items():

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from ..errors import ShardError
+from .autograd import first_differentiable
 from .links import Links
 
 
@@ -87,14 +88,14 @@ class Turns:
         links: of the graph that the next backward goes through.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shares_visits: bool = True) -> None:
         self._device = device
         self._jobs: list[_Job] = []
         self._running: int | None = None
         self._ready: deque[int] = deque()
         self._is_pass_new = False
         self._own_errors: tuple[type[Exception], ...] = ()
-        self.shares_visits = True
+        self.shares_visits = shares_visits
         self._is_broken = False
         self._failure: BaseException | None = None
         self.visit = Visit(set())
@@ -146,10 +147,7 @@ class Turns:
             self._wait_for(threads)
             raise
         finally:
-            errors, failure = [job.error for job in self._jobs], self._failure
-            # Nothing here may keep a graph, or the frames of an error.
-            self._jobs, self._running, self._failure = [], None, None
-            self.links.reset()
+            errors, failure = self._forget()
             self._write_torch(state[1])
             _write_host(state[0])
         if failure is not None:
@@ -158,6 +156,13 @@ class Turns:
             finally:
                 del failure  # its traceback holds this frame
         return errors
+
+    def _forget(self) -> tuple[list[Exception | None], BaseException | None]:
+        """Return the jobs' errors, and the one that ended all; keep no graph, and no error, whose frames hold more."""
+        errors, failure = [job.error for job in self._jobs], self._failure
+        self._jobs, self._running, self._failure = [], None, None
+        self.links.reset()
+        return errors, failure
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for job, thread in zip(self._jobs, threads, strict=True):
@@ -180,6 +185,26 @@ class Turns:
         self._own().position = position
         self._wait(_Place.UNIT)
         return self.visit
+
+    def link_entry(self, values: Any, visit: Visit, leave: Callable[[], None]) -> Any | None:
+        """Link what this job gives to the unit that it visits; return it, or None where nothing is differentiable.
+
+        Args:
+            leave: called in the backward of `visit`, when the last of the jobs has left the unit.
+        """
+        job, entry = self._running, first_differentiable(values)
+        assert job is not None
+        if entry is None:
+            return None
+        visit.is_below |= not entry.is_leaf
+        visit.backwards.add(job)
+
+        def leave_as_job() -> None:
+            visit.backwards.discard(job)
+            if not visit.backwards:
+                leave()
+
+        return self.links.link(values, leave_as_job)
 
     def leave(self) -> bool:
         """Leave the unit in a forward; return whether this job is the last."""

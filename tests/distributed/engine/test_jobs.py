@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -223,6 +224,13 @@ def give_up(step: int, model: PeftModel) -> None:
         raise TrainingError("enough")
 
 
+def save(step: int, model: PeftModel) -> None:
+    """Evaluate, and save with the embeddings, while the others are still in the joint pass."""
+    evaluate(0, model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_embedding_layers=True)
+
+
 UNLIKE: dict[str, dict[str, Any]] = {
     "lora": {"steps": 5, "between": answer},
     "dora": {"steps": 2},
@@ -245,6 +253,21 @@ def compare_unlike(rank: int, folder: Path, row: Row) -> dict[str, list[str]]:
 def test_jobs_that_end_evaluate_or_generate_leave_the_others_alone(bases, name):
     """Catches a job that waits for one that has ended, that samples from its random numbers, or fails with another."""
     for wrong in run_ranks(compare_unlike, ROWS[name].world, bases, ROWS[name]):
+        assert wrong == {}
+
+
+def compare_saving(rank: int, folder: Path, row: Row) -> dict[str, list[str]]:
+    options: dict[str, dict[str, Any]] = {name: {"between": save} for name in NAMES}
+    found, errors, _ = run_together(rank, folder, row, options)
+    assert errors == [None] * 4
+    wrong = {name: find_differences(found[name], run_alone(rank, folder, row, name)[0]) for name in NAMES}
+    return {name: names for name, names in wrong.items() if names}
+
+
+@pytest.mark.parametrize("row", [Row("host"), Row("shard", 2)], ids=["streamed", "sharded"])
+def test_a_job_that_saves_base_weights_waits_for_the_pass_of_the_others(bases, row):
+    """Catches weights that are read into the slot of a unit that other jobs are about to enter."""
+    for wrong in run_ranks(compare_saving, row.world, bases, row):
         assert wrong == {}
 
 

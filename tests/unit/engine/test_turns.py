@@ -310,7 +310,7 @@ def test_nothing_is_kept_of_a_job_that_has_failed(is_own):
 
 
 def test_jobs_meet_when_all_have_come():
-    """Catches a job that goes on before the others have come to where it waits, and one that has ended and is missed."""
+    """Catches a job that goes on before the others have come, and one that has ended and is missed."""
     turns, said = make_turns(), []
 
     def work(name: str, passes: int) -> Callable[[], None]:
