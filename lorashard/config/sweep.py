@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +143,18 @@ def read_jobs(config: RunConfig) -> tuple[Job, ...]:
     jobs = tuple(_build_job(config, *parts) for parts in given)
     _check_num_steps(config, jobs)
     return jobs
+
+
+def check_datasets(jobs: Sequence[Job]) -> None:
+    """Refuse a job that has no data to train on; what is planned needs none.
+
+    Raises:
+        ConfigError: A job of a sweep has no dataset.
+    """
+    for job in jobs:
+        if not job.config.dataset:
+            fix = "give one to all at the top level, or to each job"
+            raise ConfigError("has to be given", option="dataset", where=f"job {job.name}", fix=fix)
 
 
 def read_stop(config: RunConfig) -> SweepStop | None:

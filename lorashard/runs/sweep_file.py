@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.run_config import RunConfig
-from ..config.sweep import Job, SweepStop, read_jobs
+from ..config.sweep import Job, SweepStop, check_datasets, read_jobs
 from ..runtime.disk import replace_text
 from .root import SWEEP_NAME
 
@@ -25,9 +25,10 @@ def select_jobs(config: RunConfig) -> tuple[Job, ...]:
     end, unless all have.
 
     Raises:
-        ConfigError: as `read_jobs`.
+        ConfigError: as `read_jobs`; or a job has no dataset.
     """
     jobs = read_jobs(config)
+    check_datasets(jobs)
     if not config.resume_from_checkpoint:
         return jobs
     rows = {row["name"]: row for row in _read_rows(Path(config.output_dir))}
