@@ -25,6 +25,7 @@ from .options import GivenOption, find_nearest, to_config_error
 from .quantization_options import QuantizationOptions
 from .run_config import RunConfig, collect_options, read_known_options
 from .sweep_options import SweepOptions
+from .trackers import name_trackers
 
 MOST_JOBS = 64  # without `yes`
 SWEEP_METHODS = ("sft", "dpo")
@@ -205,6 +206,20 @@ def _check_common(config: RunConfig) -> None:
         raise ConfigError(
             "torch profiles a process, in which all jobs run", option="profile_steps", fix="profile a job alone"
         )
+    reported = {*name_trackers(config.trainer.get("report_to")), *_list(config.trainer.get("report_to"))}
+    if shared := sorted(reported - {"none", "tensorboard"}):
+        raise ConfigError(
+            f"{shared[0]} keeps one run for a process, in which all jobs would be mixed",
+            option="report_to",
+            expected="tensorboard or none, with a sweep",
+            found=repr(shared[0]),
+        )
+    if config.trainer.get("hub_model_id") is not None:
+        raise ConfigError(
+            "the jobs would overwrite each other there",
+            option="hub_model_id",
+            fix="leave it out: each job pushes to a repository of its own name",
+        )
     for part in config.sweep or {}:
         if part not in ("grid", "jobs"):
             nearest = find_nearest(str(part), ("grid", "jobs"))
@@ -338,6 +353,10 @@ def _spell(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool | dict) else str(value)
     text = "+".join(map(str, value)) if isinstance(value, list) else text
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []
 
 
 def _describe(value: Any) -> str:
