@@ -41,7 +41,7 @@ class _Place(enum.Enum):
     PASS = "to begin a pass"
     UNIT = "to enter a unit"
     BACKWARD = "to begin a backward"
-    MEETING = "to meet the others"
+    CONDITION = "for what the others decide"
     OVER = "nothing: it has ended"
 
 
@@ -74,6 +74,7 @@ class _Job:
     torch_state: Any = None
     host_state: Any = None
     error: Exception | None = None
+    is_free: Callable[[], bool] | None = None  # of one that waits for a condition
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -235,11 +236,12 @@ class Turns:
         self._wait(_Place.BACKWARD)
         _write_host(job.host_state)
 
-    def meet(self) -> None:
-        """Wait until each of the other jobs has come here too, or has ended."""
+    def wait_until(self, is_free: Callable[[], bool]) -> None:
+        """Wait until `is_free()`, or until each of the other jobs waits like this or has ended."""
         job = self._own()
-        job.host_state = _read_host()
-        self._wait(_Place.MEETING)
+        job.is_free, job.host_state = is_free, _read_host()
+        self._wait(_Place.CONDITION)
+        job.is_free = None
         _write_host(job.host_state)
 
     # -- turns -------------------------------------------------------------------------------------------------------
@@ -311,7 +313,10 @@ class Turns:
     def _let_in(self) -> None:
         """Choose who goes on, now that all wait: who is inside of a pass first, of these who has come least far."""
         at = {place: [i for i, job in enumerate(self._jobs) if job.place is place] for place in _Place}
-        if at[_Place.UNIT]:
+        free = [i for i in at[_Place.CONDITION] if (is_free := self._jobs[i].is_free) is not None and is_free()]
+        if free:
+            group = free
+        elif at[_Place.UNIT]:
             position = min(self._jobs[i].position for i in at[_Place.UNIT])
             group = [i for i in at[_Place.UNIT] if self._jobs[i].position == position]
             self.visit = Visit(set(group))
@@ -323,7 +328,7 @@ class Turns:
             group = at[_Place.BACKWARD]
             self._differentiate([self._jobs[i] for i in group])
         else:
-            group = at[_Place.MEETING]
+            group = at[_Place.CONDITION]
         self._ready.extend(group)
 
     def _differentiate(self, jobs: Sequence[_Job]) -> None:

@@ -309,8 +309,8 @@ def test_nothing_is_kept_of_a_job_that_has_failed(is_own):
         gc.enable()
 
 
-def test_jobs_meet_when_all_have_come():
-    """Catches a job that goes on before the others have come, and one that has ended and is missed."""
+def test_a_job_waits_until_the_others_have_decided_or_wait_too():
+    """Catches a job that goes on before that, that is left waiting then, and one that has ended and is missed."""
     turns, said = make_turns(), []
 
     def work(name: str, passes: int) -> Callable[[], None]:
@@ -320,7 +320,7 @@ def test_jobs_meet_when_all_have_come():
             for _ in range(passes):
                 make_pass(turns, name, said, units=1)
             if name != "c":
-                turns.meet()
+                turns.wait_until(lambda: len(said) > 2)
                 said.append((name, "met", 0))
                 assert random.getstate() == before
             turns.backward(torch.ones((), requires_grad=True) * 1)
@@ -328,7 +328,11 @@ def test_jobs_meet_when_all_have_come():
         return go
 
     assert turns.run([work("a", 1), work("b", 3), work("c", 0), lambda: None]) == [None] * 4
-    assert said == [(name, "unit", 0) for name in "abbb"] + [("a", "met", 0), ("b", "met", 0)]
+    units = [(name, "unit", 0) for name in "abb"]
+    assert said == [*units, ("a", "met", 0), ("b", "unit", 0), ("b", "met", 0)]
+    said.clear()
+    assert turns.run([work("a", 1), work("b", 1), work("c", 0)]) == [None] * 3
+    assert said == [("a", "unit", 0), ("b", "unit", 0), ("a", "met", 0), ("b", "met", 0)], "nobody decides"
 
 
 def test_jobs_cannot_start_jobs():
