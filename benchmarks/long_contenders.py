@@ -22,7 +22,6 @@ from peft import PeftModel
 from torch import nn
 
 IGNORED = -100  # the label of a token that is not supervised
-WAIT_WARNING_S = 60.0
 
 
 class SharedRows(Lorashard):
@@ -32,10 +31,9 @@ class SharedRows(Lorashard):
 
     def wrap(self, model: PeftModel, device: torch.device) -> nn.Module:
         import lorashard
-        from lorashard.model.sequence_rows import share_sequences
 
-        self.peft_model = lorashard.shard(model, placement="shard", device=device)
-        share_sequences(self.peft_model, dist.get_world_size(), WAIT_WARNING_S)
+        size = dist.get_world_size()
+        self.peft_model = lorashard.shard(model, placement="shard", device=device, sequence_parallel_size=size)
         return wrap_in_ddp(self.peft_model, device)
 
 

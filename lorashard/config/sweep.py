@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from .options import GivenOption, find_nearest, to_config_error
 from .quantization_options import QuantizationOptions
 from .run_config import RunConfig, collect_options, read_known_options
 from .sweep_options import SweepOptions
+from .trackers import name_trackers
 
 MOST_JOBS = 64  # without `yes`
 SWEEP_METHODS = ("sft", "dpo")
@@ -145,6 +146,18 @@ def read_jobs(config: RunConfig) -> tuple[Job, ...]:
     return jobs
 
 
+def check_datasets(jobs: Sequence[Job]) -> None:
+    """Refuse a job that has no data to train on; what is planned needs none.
+
+    Raises:
+        ConfigError: A job of a sweep has no dataset.
+    """
+    for job in jobs:
+        if not job.config.dataset:
+            fix = "give one to all at the top level, or to each job"
+            raise ConfigError("has to be given", option="dataset", where=f"job {job.name}", fix=fix)
+
+
 def read_stop(config: RunConfig) -> SweepStop | None:
     """Return when jobs of a sweep are given up; None where all run to their end.
 
@@ -192,6 +205,20 @@ def _check_common(config: RunConfig) -> None:
     if config.profile_steps is not None:
         raise ConfigError(
             "torch profiles a process, in which all jobs run", option="profile_steps", fix="profile a job alone"
+        )
+    reported = {*name_trackers(config.trainer.get("report_to")), *_list(config.trainer.get("report_to"))}
+    if shared := sorted(reported - {"none", "tensorboard"}):
+        raise ConfigError(
+            f"{shared[0]} keeps one run for a process, in which all jobs would be mixed",
+            option="report_to",
+            expected="tensorboard or none, with a sweep",
+            found=repr(shared[0]),
+        )
+    if config.trainer.get("hub_model_id") is not None:
+        raise ConfigError(
+            "the jobs would overwrite each other there",
+            option="hub_model_id",
+            fix="leave it out: each job pushes to a repository of its own name",
         )
     for part in config.sweep or {}:
         if part not in ("grid", "jobs"):
@@ -326,6 +353,10 @@ def _spell(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool | dict) else str(value)
     text = "+".join(map(str, value)) if isinstance(value, list) else text
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []
 
 
 def _describe(value: Any) -> str:

@@ -18,6 +18,7 @@ from ..config.sweep import ADAPTER_JOB_OPTIONS, Job, named_in_errors, read_jobs
 from ..errors import CheckpointError
 from ..launch.checks import check_data, check_options
 from ..launch.launcher import check_output_dir
+from ..runs.sweep_file import select_jobs
 from ..runtime.devices import find_gpus
 from ..runtime.disk import show_bytes
 from ..runtime.importing import quick_imports
@@ -42,8 +43,10 @@ def validate(config: RunConfig) -> Iterator[str]:
     """
     refuse_plugins(os.environ)
     choice = check_options(config, find_gpus())
-    check_data(config)
-    check_output_dir(config)
+    runs = [job.config for job in select_jobs(config)] or [config]
+    check_data(runs)
+    for each in runs:
+        check_output_dir(each)
     yield f"ranks: {choice.num_ranks} on {choice.device_type}"
     with quick_imports():
         import torch

@@ -1,6 +1,7 @@
 """The engine: a sharded, frozen base under torch modules. Knows torch only, nothing of Hugging Face.
 
-Reading order: layout, file_range, copies, home, placeholder, slots, streams, unit, schedule, autograd, engine.
+Reading order: layout, file_range, copies, home, placeholder, slots, streams, unit, reader, schedule,
+autograd, links, turns, engine.
 """
 
 from .copies import HostCopies

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import ShardError
 from ..runtime.dist import ShardGroup
 from .agreement import check_ranks_agree
 from .autograd import Handle, WeightHandle, first_differentiable, is_in_backward, saved_handles
+from .reader import BaseReader
 from .root import make_root
 from .schedule import Direction, ScheduleEntry, choose_slot, find_next_of_class
 from .slots import Slot, SlotPool, plan_slots
@@ -37,6 +38,10 @@ class Engine:
         hash of the gathers and raises ShardError on all ranks when one differs. A rank that waits there long reports
         where the others are.
     Memory: the homes' shards, and the slot pool, which is allocated here once.
+
+    Attributes:
+        turns: of the jobs, where several models share the base.
+        reader: of base weights, outside of passes.
     """
 
     def __init__(
@@ -61,12 +66,12 @@ class Engine:
             others: the roots of each further model on the same base, whose modules `schedule` has too: see `Turns`.
         """
         self._schedule = tuple(schedule)
-        self.turns = Turns(device) if others else None
         self.units = tuple(dict.fromkeys(entry.unit for entry in schedule))
         self._group = group
         self._prefetch = prefetch
         self._stream = SideStream(device)
         sharded = [unit for unit in self.units if not unit.is_resident]
+        self.turns = Turns(device, shares_visits=bool(sharded)) if others else None
         self.pool: SlotPool[Unit] = SlotPool(plan_slots(sharded, num_layer_slots=2 + prefetch), device)
         self._order_slots()
         self._positions = {unit: [i for i, entry in enumerate(schedule) if entry.unit is unit] for unit in self.units}
@@ -83,9 +88,8 @@ class Engine:
         self._unsharded_bytes = 0
         self._peak_unsharded_bytes = 0
         self._hash = group.number  # ranks that run another model than this one gather other units
-        if self.turns is not None:
-            self.turns.shares_visits = bool(sharded)
         self._models = [of_job[0] for of_job in (roots, *others)]
+        self.reader = BaseReader(self.units, self._read, self._outside_of_passes)
         if sharded:
             self._install_hooks([root for of_job in (roots, *others) for root in of_job])
 
@@ -123,43 +127,22 @@ class Engine:
             self._group.lookout.describe_ranks = describe_ranks
 
     @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
-        """While the body runs, reading a base weight outside of a pass gathers its unit and returns a copy.
-
-        Ranks: every rank must read the same weights in the same order.
-        Memory: a copy of each weight that is read, for as long as the reader keeps it.
-        """
-        sharded = [
-            (weight.placeholder, functools.partial(self._copy_weight, unit, index))
-            for unit in self.units
-            if not unit.is_resident
-            for index, weight in enumerate(unit.weights)
-        ]
-        readers = [placeholder.reader for placeholder, _ in sharded]  # set where this is called inside of itself
-        for placeholder, reader in sharded:
-            placeholder.reader = reader
-        try:
-            yield
-        finally:
-            for (placeholder, _), previous in zip(sharded, readers, strict=True):
-                placeholder.reader = previous
-
-    def _copy_weight(self, unit: Unit, index: int) -> torch.Tensor:
-        self._unshard(unit)
-        weight = unit.weights[index]
-        copy = weight.owners[0].module._parameters[weight.owners[0].attribute].detach().clone()  # type: ignore
-        unit.release(self._stream)
-        return copy
-
-    def read(self, wanted: Sequence[tuple[Unit, int]]) -> list[torch.Tensor]:
-        """Return copies of base weights, each given by its unit and its index there, outside of a pass.
-
-        Ranks: collective over the shard group where one of their units is sharded: every rank must read the same.
-        Memory: the copies, and one slot at a time.
-        """
-        if not all(unit.is_resident for unit, _ in wanted):
+    def _outside_of_passes(self, is_compared: bool) -> Iterator[None]:
+        """Surround a read of base weights; a job waits, as if it were a pass, until no other is inside of one."""
+        if self.turns is not None and self.turns.job is not None:
+            with torch.no_grad(), self.running():
+                yield
+            return
+        if is_compared:
             check_ranks_agree(self._group, 3, self._hash)
-        return [self._copy_weight(unit, index) for unit, index in wanted]
+        yield
+
+    def _read(self, unit: Unit, index: int) -> torch.Tensor:
+        self._unshard(unit)
+        owner = unit.weights[index].owners[0]
+        value = owner.module._parameters[owner.attribute].detach().clone()  # type: ignore[union-attr]
+        unit.release(self._stream)
+        return value
 
     def write(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """Give a base weight other values from now on: those of a checkpoint, before training resumes from there.
@@ -186,7 +169,8 @@ class Engine:
             def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 engine = engine_of()
                 if engine is not None and engine.is_trained_by(optimizer):
-                    check_ranks_agree(engine._group, 2, engine._hash)
+                    job = None if engine.turns is None else engine.turns.job
+                    check_ranks_agree(engine._group, 2, engine._hash, () if job is None else (job,))
 
             handle = register_optimizer_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove)
@@ -271,19 +255,9 @@ class Engine:
         self._enter_forward(position)
         if not torch.is_grad_enabled():
             return None
-        job, entry = turns.job, first_differentiable((args, kwargs))
-        assert job is not None
-        visit.is_below |= entry is not None and not entry.is_leaf
+        linked = turns.link_entry((args, kwargs), visit, lambda: self._leave_backward(unit))
         unit.has_backward_below = visit.is_below
-
-        def leave() -> None:
-            visit.backwards.discard(job)
-            if not visit.backwards:
-                self._leave_backward(unit)
-
-        if entry is not None:
-            visit.backwards.add(job)
-        return turns.links.link((args, kwargs), leave)
+        return linked
 
     # -- the life of a unit ------------------------------------------------------------------------------------------
 
@@ -425,7 +399,7 @@ class Engine:
         if self.turns is None or job is None:
             self._begin_pass(is_training)
         elif self.turns.begin_pass(is_training):
-            self._begin_pass(self.turns.is_training)
+            self._begin_pass(self.turns.is_training, self.turns.in_pass)
         self._inside.add(job)
         is_done = False
         try:
@@ -434,18 +408,18 @@ class Engine:
             is_done = True
         finally:
             self._inside.discard(job)
-            is_last = self.turns is None or job is None or self.turns.end_pass(is_done)
+            is_last = self.turns is None or job is None or self.turns.end_pass(None if is_done else sys.exception())
             if not is_done:
                 self._recover()
             elif is_last:
                 self._num_forwards += self._is_training
                 self._release_all()
 
-    def _begin_pass(self, is_training: bool) -> None:
+    def _begin_pass(self, is_training: bool, jobs: Collection[int] = ()) -> None:
         is_left_unsharded = any(unit.state is State.UNSHARDED for unit in self.pool.owners())
         if is_left_unsharded or self._graph_task != -1:
             self._recover()  # the last backward was cut short by an exception
-        check_ranks_agree(self._group, int(is_training), self._hash)
+        check_ranks_agree(self._group, int(is_training), self._hash, jobs)
         self._is_training = is_training
         self._direction = Direction.TRAINING_FORWARD if is_training else Direction.FORWARD
         self._position = 0

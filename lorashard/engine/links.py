@@ -66,8 +66,7 @@ def _replace_first(values: Any, token: torch.Tensor, then: Callable[[], None]) -
         if not values.requires_grad:
             return None
         tensor, token = _Link.apply(then, values, token)
-        if hasattr(tensor.grad_fn, "_set_sequence_nr"):  # a hint: without it a unit may be gathered once more
-            tensor.grad_fn._set_sequence_nr(0)
+        tensor.grad_fn._set_sequence_nr(0)
         return tensor, token
     if isinstance(values, dict):
         for key, value in values.items():

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import random
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from ..errors import ShardError
+from .autograd import first_differentiable
 from .links import Links
 
 
@@ -39,6 +41,7 @@ class _Place(enum.Enum):
     PASS = "to begin a pass"
     UNIT = "to enter a unit"
     BACKWARD = "to begin a backward"
+    CONDITION = "for what the others decide"
     OVER = "nothing: it has ended"
 
 
@@ -71,6 +74,8 @@ class _Job:
     torch_state: Any = None
     host_state: Any = None
     error: Exception | None = None
+    is_free: Callable[[], bool] | None = None  # of one that waits for a condition
+    is_over: threading.Event = field(default_factory=threading.Event)
 
 
 class Turns:
@@ -78,23 +83,24 @@ class Turns:
 
     Attributes:
         visit: of the unit that jobs are let into.
+        in_pass: the jobs that are inside of the pass that is running.
         is_training: whether the pass that is running is one with gradients for any of its jobs.
         shares_visits: whether units are gathered at all; if not, no job need wait for another's backward.
         links: of the graph that the next backward goes through.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shares_visits: bool = True) -> None:
         self._device = device
         self._jobs: list[_Job] = []
         self._running: int | None = None
         self._ready: deque[int] = deque()
-        self._in_pass: set[int] = set()
         self._is_pass_new = False
         self._own_errors: tuple[type[Exception], ...] = ()
-        self.shares_visits = True
+        self.shares_visits = shares_visits
         self._is_broken = False
         self._failure: BaseException | None = None
         self.visit = Visit(set())
+        self.in_pass: set[int] = set()
         self.is_training = False
         self.links = Links(device)
 
@@ -112,7 +118,8 @@ class Turns:
             own_errors: that end the job alone where they are raised outside of passes: all ranks raise them alike.
 
         Raises:
-            BaseException: any other error of a job, once the others have been ended where they are.
+            BaseException: any other error of a job, or an interrupt of the caller, once the others have been ended
+                where they come to their next turn; another interrupt does not wait for that.
 
         Ranks: every rank must run the same jobs; which comes next is the same on all ranks.
         Memory: what each job keeps between its forward and its backward, of all jobs at once.
@@ -122,7 +129,7 @@ class Turns:
         self._own_errors = own_errors
         self._jobs = [_Job() for _ in works]
         self._ready = deque(range(len(works)))
-        self._is_broken, self._failure, self._in_pass = False, None, set()
+        self._is_broken, self._failure, self.in_pass = False, None, set()
         self.links.reset()
         state = _read_host(), self._read_torch()
         for job in self._jobs:
@@ -135,18 +142,33 @@ class Turns:
             thread.start()
         try:
             self._wake_next()
-            for thread in threads:
-                thread.join()
-        except BaseException:  # an interrupt: the threads end with the process, or where they wait
-            self._is_broken = True
+            self._wait_for(threads)
+        except BaseException as error:
+            self._break(error)
+            self._wait_for(threads)
             raise
         finally:
-            self._running = None
+            errors, failure = self._forget()
             self._write_torch(state[1])
             _write_host(state[0])
-        if self._failure is not None:
-            raise self._failure
-        return [job.error for job in self._jobs]
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame
+        return errors
+
+    def _forget(self) -> tuple[list[Exception | None], BaseException | None]:
+        """Return the jobs' errors, and the one that ended all; keep no graph, and no error, whose frames hold more."""
+        errors, failure = [job.error for job in self._jobs], self._failure
+        self._jobs, self._running, self._failure = [], None, None
+        self.links.reset()
+        return errors, failure
+
+    def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
+        for job, thread in zip(self._jobs, threads, strict=True):
+            job.is_over.wait()  # unlike Thread.join, it can be interrupted and called again
+            thread.join()
 
     # -- what the engine calls in a job's thread ---------------------------------------------------------------------
 
@@ -165,20 +187,45 @@ class Turns:
         self._wait(_Place.UNIT)
         return self.visit
 
+    def link_entry(self, values: Any, visit: Visit, leave: Callable[[], None]) -> Any | None:
+        """Link what this job gives to the unit that it visits; return it, or None where nothing is differentiable.
+
+        Args:
+            leave: called in the backward of `visit`, when the last of the jobs has left the unit.
+        """
+        job, entry = self._running, first_differentiable(values)
+        assert job is not None
+        if entry is None:
+            return None
+        visit.is_below |= not entry.is_leaf
+        visit.backwards.add(job)
+
+        def leave_as_job() -> None:
+            visit.backwards.discard(job)
+            if not visit.backwards:
+                leave()
+
+        return self.links.link(values, leave_as_job)
+
     def leave(self) -> bool:
         """Leave the unit in a forward; return whether this job is the last."""
         assert self._running is not None
         self.visit.jobs.discard(self._running)
         return not self.visit.jobs
 
-    def end_pass(self, is_done: bool) -> bool:
-        """End this job's pass; return whether it is the last. One that is not done ends all jobs: units are left."""
+    def end_pass(self, error: BaseException | None) -> bool:
+        """End this job's pass; return whether it is the last.
+
+        Args:
+            error: that cut it short, in the middle of units: it ends all jobs, also where this one would go on.
+        """
         job = self._own()
         assert self._running is not None
-        self._in_pass.discard(self._running)
-        self._is_broken |= not is_done
+        self.in_pass.discard(self._running)
+        if error is not None:
+            self._break(error)
         _write_host(job.host_state)
-        return not self._in_pass
+        return not self.in_pass
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiate the losses of all jobs in one backward, once every job that can has come to its own."""
@@ -187,6 +234,14 @@ class Turns:
             loss.backward()
         job.loss, job.host_state = loss if self.shares_visits else None, _read_host()
         self._wait(_Place.BACKWARD)
+        _write_host(job.host_state)
+
+    def wait_until(self, is_free: Callable[[], bool]) -> None:
+        """Wait until `is_free()`, or until each of the other jobs waits like this or has ended."""
+        job = self._own()
+        job.is_free, job.host_state = is_free, _read_host()
+        self._wait(_Place.CONDITION)
+        job.is_free = None
         _write_host(job.host_state)
 
     # -- turns -------------------------------------------------------------------------------------------------------
@@ -206,12 +261,14 @@ class Turns:
             work()
         except BaseException as error:
             if isinstance(error, self._own_errors) and not self._is_broken:
+                _clear_frames(error)
                 job.error = error
             else:
                 self._break(error)
         finally:
             job.place = _Place.OVER
             self._wake_next()
+            job.is_over.set()
 
     def _wait(self, place: _Place) -> None:
         index, job = self._running, self._own()
@@ -222,9 +279,9 @@ class Turns:
         self._take(index)
 
     def _take(self, index: int) -> None:
+        self._running = index
         if self._is_broken:
             raise JobsEnded
-        self._running = index
         job = self._jobs[index]
         self._write_torch(job.torch_state)
 
@@ -256,17 +313,22 @@ class Turns:
     def _let_in(self) -> None:
         """Choose who goes on, now that all wait: who is inside of a pass first, of these who has come least far."""
         at = {place: [i for i, job in enumerate(self._jobs) if job.place is place] for place in _Place}
-        if at[_Place.UNIT]:
+        free = [i for i in at[_Place.CONDITION] if (is_free := self._jobs[i].is_free) is not None and is_free()]
+        if free:
+            group = free
+        elif at[_Place.UNIT]:
             position = min(self._jobs[i].position for i in at[_Place.UNIT])
             group = [i for i in at[_Place.UNIT] if self._jobs[i].position == position]
             self.visit = Visit(set(group))
         elif at[_Place.PASS]:
             group = at[_Place.PASS]
-            self._in_pass, self._is_pass_new = set(group), True
+            self.in_pass, self._is_pass_new = set(group), True
             self.is_training = any(self._jobs[i].is_training for i in group)
-        else:
+        elif at[_Place.BACKWARD]:
             group = at[_Place.BACKWARD]
             self._differentiate([self._jobs[i] for i in group])
+        else:
+            group = at[_Place.CONDITION]
         self._ready.extend(group)
 
     def _differentiate(self, jobs: Sequence[_Job]) -> None:
@@ -288,6 +350,13 @@ class Turns:
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, such as an optimizer's states: others train on while it is kept."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _read_host() -> Any:

@@ -106,7 +106,7 @@ def check_live_base(
             return torch.equal(quantized.restore(name, weights.read(name).to(value.device)), value)
 
         for index, unit in enumerate(engine.units):
-            values = engine.read([(unit, number) for number in range(len(unit.weights))])
+            values = engine.reader.read([(unit, number) for number in range(len(unit.weights))])
             names = [to_base_name(weight.placeholder.full_name) for weight in unit.weights]
             own = zip(names, values, strict=True) if index % dist.get_world_size() == dist.get_rank() else ()
             with weights.unit(names):

@@ -140,7 +140,7 @@ def _compare_logits(model: PeftModel, folder: Path, input_ids: torch.Tensor) -> 
     try:
         with torch.no_grad():
             trained = model(input_ids=input_ids).logits.float()
-            with engine_of(model).readable():  # DoRA and modules_to_save are made from the base's weights
+            with engine_of(model).reader.readable():  # DoRA and modules_to_save are made from the base's weights
                 model.load_adapter(str(folder), adapter_name=_CHECK_NAME)
             model.set_adapter(_CHECK_NAME)
             loaded = model(input_ids=input_ids).logits.float()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config.device_checks import check_cpu_options
 from ..config.run_config import RunConfig
 from ..config.sweep import read_jobs
 from ..config.trackers import check_trackers
 from ..data.peek import check_columns, check_exists
-from ..errors import ConfigError
 from ..runtime.devices import RankChoice, VisibleGpus, check_device, choose_ranks
 
 
@@ -28,20 +29,16 @@ def check_options(config: RunConfig, gpus: VisibleGpus) -> RankChoice:
     return choice
 
 
-def check_data(config: RunConfig) -> None:
+def check_data(runs: Sequence[RunConfig]) -> None:
     """Refuse datasets that are not there, or whose columns are another method's, as far as a look tells.
 
+    Args:
+        runs: of one method: the jobs of a sweep, or a run alone.
+
     Raises:
-        ConfigError: a job of a sweep has no dataset.
         DataError: at the option of the dataset or the method.
     """
-    jobs = read_jobs(config)
-    for job in jobs:
-        if not job.config.dataset:
-            where, fix = f"job {job.name}", "give one to all at the top level, or to each job"
-            raise ConfigError("has to be given", option="dataset", where=where, fix=fix)
-    alone = [job.config for job in jobs] or [config]
-    looks = [(name, one.dataset_text_field) for one in alone for name in (one.dataset, one.eval_dataset) if name]
+    looks = [(name, one.dataset_text_field) for one in runs for name in (one.dataset, one.eval_dataset) if name]
     for name, text_field in dict.fromkeys(looks):
         check_exists(name)
-        check_columns(name, config.trl_method, text_field)
+        check_columns(name, runs[0].trl_method, text_field)

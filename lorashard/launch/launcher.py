@@ -69,13 +69,12 @@ def finetune(config: RunConfig) -> int:
     with signals.watched(), ExitStack() as stack:  # without a moment in which a signal kills
         with signals.before_ranks():
             choice = check_options(config, find_gpus() if config.cpu is None else VisibleGpus(0))
-            stack.enter_context(own_folders(config))
-            for each in list_runs(config):
+            runs = stack.enter_context(own_folders(config))
+            for each in runs:
                 check_output_dir(each)
                 check_wanted(each)
             status = stack.enter_context(told_status(Path(config.output_dir)))
-            for each in list_runs(config):
-                check_data(each)
+            check_data(runs)
             held = hold_devices(
                 Path(config.output_dir).resolve().name,
                 choice,
@@ -91,7 +90,7 @@ def finetune(config: RunConfig) -> int:
             _check_model(config, status)
             if choice.note:
                 print(f"lorashard: {choice.note}", file=sys.stderr)
-            logs_dir = prepare_logs_dir(config)
+            logs_dir = prepare_logs_dir(config, runs)
             status.enter("start")
         command = build_rank_command("finetune", config, logs_dir)
         return run_with_restarts(config, command, choice.num_ranks, logs_dir, signals, status, choose_cpus(choice))
@@ -225,11 +224,10 @@ def _train_here(config: RunConfig, launcher: Launcher) -> None:
         config = go_on(config)
     with ExitStack() as stack:
         if not launcher.is_lorashard and _writes_folder(config, launcher):
-            stack.enter_context(own_folders(config))
-        if launcher.rank == 0 and not launcher.is_lorashard:
-            for each in list_runs(config):
+            runs = stack.enter_context(own_folders(config))
+            for each in runs if launcher.rank == 0 else ():
                 check_output_dir(each)
-            if not find_restarts(os.environ):
+            if launcher.rank == 0 and not find_restarts(os.environ):
                 stack.enter_context(told_status(Path(config.output_dir)))
         with quick_imports():
             from ..training.train import finetune
@@ -260,23 +258,27 @@ def go_on(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"resume_from_checkpoint": resume, "overwrite_output_dir": False})
 
 
-def list_runs(config: RunConfig) -> Sequence[RunConfig]:
-    """Return the jobs of a sweep that are to be trained, each with a folder of its own; or the run itself."""
-    return [job.config for job in select_jobs(config)] or [config]
-
-
 @contextmanager
-def own_folders(config: RunConfig) -> Iterator[None]:
+def own_folders(config: RunConfig) -> Iterator[Sequence[RunConfig]]:
     """Own a run's folder while the body runs; of a sweep, those of its jobs too.
 
+    Yields:
+        The jobs of a sweep that are to be trained, each with a folder of its own; or the run itself.
+
     Raises:
-        ConfigError: one cannot be made or written to, or is another's.
+        ConfigError: one cannot be made or written to, or is another's; or as `select_jobs`.
     """
     with ExitStack() as stack:
-        for folder in dict.fromkeys([config.output_dir, *(each.output_dir for each in list_runs(config))]):
+
+        def own(folder: str) -> None:
             check_folder(Path(folder))
             stack.enter_context(lock_run(Path(folder)))
-        yield
+
+        own(config.output_dir)
+        jobs = [job.config for job in select_jobs(config)]
+        for job in jobs:
+            own(job.output_dir)
+        yield jobs or [config]
 
 
 def check_folder(folder: Path) -> None:
@@ -319,8 +321,11 @@ def check_output_dir(config: RunConfig) -> None:
         )
 
 
-def prepare_logs_dir(config: RunConfig) -> Path:
+def prepare_logs_dir(config: RunConfig, runs: Sequence[RunConfig]) -> Path:
     """Make the folder of the ranks' logs; a run that is resumed continues with its logs, another begins new ones.
+
+    Args:
+        runs: from `own_folders`; of a sweep one is enough that is resumed.
 
     Raises:
         ConfigError: The folder cannot be made.
@@ -332,7 +337,7 @@ def prepare_logs_dir(config: RunConfig) -> Path:
         raise ConfigError(
             "it cannot be made", option="output_dir", found=error.strerror, where=config.output_dir
         ) from error
-    if not any(resumes_in_place(each) for each in list_runs(config)):
+    if not any(resumes_in_place(each) for each in runs):
         for log in logs_dir.glob("rank_*.log"):
             log.unlink()
     return logs_dir

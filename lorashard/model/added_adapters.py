@@ -43,13 +43,13 @@ def follow_added_adapters(model: PeftModel, engine: Engine) -> None:
     ) -> None:
         check_config(peft_config)
         known = find_adapter_tensors(model)
-        with engine.readable():
+        with engine.reader.readable():
             original(adapter_name, peft_config, *args, **kwargs)
         check_frozen(model)
         share_adapters(model, known)
 
     def inject(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with engine.readable():
+        with engine.reader.readable():
             original(*args, **kwargs)
         spare_lora_steps(model)
 

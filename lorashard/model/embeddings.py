@@ -117,7 +117,7 @@ class Embeddings:
             if name in self._copies:
                 values[unit, index] = self._copies[name]
         rest = [place for place in dict.fromkeys(found.values()) if place not in values]  # a tied one once
-        values |= zip(rest, self._engine.read(rest), strict=True)
+        values |= zip(rest, self._engine.reader.read(rest), strict=True)
         return {name: values[place].clone() for name, place in found.items()}  # safetensors refuses shared memory
 
     def take(self, state: dict[str, Any], prefix: str) -> list[str]:

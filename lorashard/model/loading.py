@@ -122,14 +122,13 @@ def load_sharded(
                 weight.quantizer = quantizers.get(weight.name)
             return _Built(model, structure, weights, settled, bool(own))
 
-        drawn = torch.random.get_rng_state()
         built = []
         for index, config in enumerate((lora, *others)):
-            if seeds is None:
-                torch.random.set_rng_state(drawn)
-            else:
-                set_seed(seeds[index])
-            built.append(build(config))
+            draws_alike = seeds is None and index < len(others)
+            with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=draws_alike):
+                if seeds is not None:
+                    set_seed(seeds[index])
+                built.append(build(config))
         first = built[0]
         line = first.weights.describe_stored()
         if line is not None and dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.run_config import RunConfig
-from ..config.sweep import Job, SweepStop, read_jobs
+from ..config.sweep import Job, SweepStop, check_datasets, read_jobs
 from ..runtime.disk import replace_text
 from .root import SWEEP_NAME
 
@@ -25,9 +25,10 @@ def select_jobs(config: RunConfig) -> tuple[Job, ...]:
     end, unless all have.
 
     Raises:
-        ConfigError: as `read_jobs`.
+        ConfigError: as `read_jobs`; or a job has no dataset.
     """
     jobs = read_jobs(config)
+    check_datasets(jobs)
     if not config.resume_from_checkpoint:
         return jobs
     rows = {row["name"]: row for row in _read_rows(Path(config.output_dir))}
@@ -40,7 +41,7 @@ def select_jobs(config: RunConfig) -> tuple[Job, ...]:
 class SweepFile:
     """Keeps sweep.json, with one line for each job.
 
-    Ranks: local; one writes.
+    Ranks: local; one writes into each folder.
     """
 
     def __init__(self, folder: Path, jobs: Sequence[Job], stop: SweepStop | None, writes: bool) -> None:
@@ -65,9 +66,14 @@ class SweepFile:
             }  # fmt: skip
         self._write()
 
-    def enter(self, name: str, state: JobState, why: str = "") -> None:
-        """Say what has become of a job, and why it ended early."""
-        self._rows[name] |= {"state": state, "why": why}
+    @property
+    def decided_step(self) -> int:
+        """The last step whose evaluations have given jobs up in an earlier start, or 0."""
+        return max((row.get("halved_at", 0) for row in self._rows.values()), default=0)
+
+    def enter(self, name: str, state: JobState, why: str = "", halved_at: int | None = None) -> None:
+        """Say what has become of a job, and why it ended early, by the evaluation of which step."""
+        self._rows[name] |= {"state": state, "why": why} | ({} if halved_at is None else {"halved_at": halved_at})
         self._write()
 
     def is_alive(self, name: str) -> bool:

@@ -67,8 +67,13 @@ class SweepTrainer:
         def train(name: str) -> None:
             trainer = self.trainers[name]
             set_seed(trainer.args.seed)
+            own_state = trainer.accelerator.gradient_state
             join_turns(trainer, self._turns)
-            outputs[name] = trainer.train(resume_from_checkpoint=resumed.get(name))
+            try:
+                outputs[name] = trainer.train(resume_from_checkpoint=resumed.get(name))
+            finally:  # it may train on alone
+                del trainer.accelerator.backward
+                trainer.accelerator.gradient_state = own_state
 
         ended = run_jobs(self._turns, {name: partial(train, name) for name in self.trainers})
         for name, error in ended.items():

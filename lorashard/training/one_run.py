@@ -207,6 +207,9 @@ def free(trainer: Trainer) -> None:
     they may wait for that lock: gloo ranks then hang at the very end (seen in 1 run of 20).
     """
     trainer.model_wrapped = trainer.model
+    # The other jobs of a sweep train on with the memory of these states, while references to the trainer last.
+    for holder in (trainer, trainer.callback_handler):
+        holder.optimizer = holder.lr_scheduler = None
     trainer.accelerator.free_memory()
     gc.collect()
 

@@ -8,25 +8,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from transformers import TrainerCallback
 
 from ..config.run_config import RunConfig
 from ..config.sweep import Job, read_stop
-from ..errors import RunStopped, TrainingError
+from ..engine.turns import Turns
+from ..errors import ConfigError, RunStopped, TrainingError
 from ..model.sharding import engine_of
 from ..runs.folder import Run
-from ..runs.root import JOB_STOP_NAME
+from ..runs.root import JOB_STOP_NAME, SWEEP_NAME
 from ..runs.status import Status
 from ..runs.sweep_file import JobState, SweepFile
 from ..runtime import dist
 from ..runtime.failures import Failure
+from ..runtime.join import join_launch
+from ..runtime.launch_env import read_launcher_env
 from ..runtime.signals import STOP_SIGNAL, StopRequest
 from .console import Console
 from .halving import Halving
 from .jobs import find_turns, join_turns, run_jobs
 from .one_run import free, load_models, place_base, train_run
 from .preparing import RunData, RunSetup, make_hooks, read_data, set_up
-from .trainer import RunHooks
+from .trainer import CheckpointingTrainer, RunHooks
 
 
 class JobStop:
@@ -106,26 +110,54 @@ def finetune_jobs(
     Ranks: collective over all ranks.
     """
     stops = SweepStops(stop)
-    file = SweepFile(run.folder, jobs, read_stop(config), writes=run.rank == 0)
-    parts = _set_up_jobs(jobs, run, stops, console, describe_ranks)
+    env = read_launcher_env()
+    has_own_disk = bool(config.trainer.get("save_on_each_node")) and env is not None and env.local_rank == 0
+    file = SweepFile(run.folder, jobs, read_stop(config), writes=run.rank == 0 or has_own_disk)
+    runs: dict[str, Run] = {}
+    try:
+        parts = _set_up_jobs(jobs, run, runs, stops, console, describe_ranks)
+        ended = _train_jobs(config, parts, run, file, stops, console, describe_ranks)
+    except BaseException as error:
+        failure = Failure.of_error(error)
+        for job in jobs:
+            if file.is_alive(job.name):
+                if job.name in runs:
+                    runs[job.name].status.end("stopped" if failure.is_stop else "failed", failure)
+                file.enter(job.name, "stopped" if failure.is_stop else "failed", failure.message)
+        raise
+    dist.leave_group()
+    _tell_end(ended, run)
+
+
+def _train_jobs(
+    config: RunConfig,
+    parts: list[_JobRun],
+    run: Run,
+    file: SweepFile,
+    stops: SweepStops,
+    console: Console,
+    describe_ranks: Callable[[], str],
+) -> Mapping[str, Exception | None]:
+    """Load the base with all adapters and train them; return the error by which each job has ended, or None."""
     setups = [part.setup for part in parts]
     # What is planned for is the sweep, whose options are those of its jobs where they have the same.
     whole = replace(setups[0], config=config.with_dtype(setups[0].config.dtype), console=console)
     placement, plan = place_base(whole, run)
     models, base_bytes = load_models(setups, placement, run)
-    stop.check()
+    stops.request.check()
     engine_of(models[0]).follow_ranks(describe_ranks)
     run.begin(config.to_yaml(), None)
-    halving = Halving.of(read_stop(config), [part.job.name for part in parts])
+    halving = Halving.of(read_stop(config), [part.job.name for part in parts], file.decided_step)
     progress = _Progress(run, [part.job.name for part in parts])
     turns = find_turns(models[0]) if len(models) > 1 else None
 
-    def train(part: _JobRun) -> None:
-        model = models[parts.index(part)]
+    def train(part: _JobRun, model: PeftModel) -> None:
         name, setup = part.job.name, part.setup
 
         def join(trainer: Any) -> None:
-            trainer.add_callback(JobCallback(name, file, progress, halving, stops))
+            trainer.add_callback(JobCallback(name, file, progress))
+            if halving is not None:
+                trainer.add_callback(HalvingCallback(name, halving, stops, turns, trainer))
             if turns is not None:
                 join_turns(trainer, turns)
 
@@ -139,12 +171,12 @@ def finetune_jobs(
             setup.run.status.end("stopped" if failure.is_stop else "failed", failure)
             state: JobState = "halved" if is_halved else "stopped" if failure.is_stop else "failed"
             why = f"given up after the evaluation at step {part.stop.halved_at}" if is_halved else failure.message
-            file.enter(name, state, why)
+            file.enter(name, state, why, part.stop.halved_at if is_halved else None)
             setup.console.log(f"{state}: {why}")
             if not isinstance(error, RunStopped | TrainingError):
                 raise
             # One rank alone may have been asked to stop the sweep, and the file that stops a job may be gone by now.
-            if not failure.is_stop or any(dist.gather_objects(stop.signal_name is not None)):
+            if not failure.is_stop or any(dist.gather_objects(stops.request.signal_name is not None)):
                 raise
         finally:
             model.zero_grad(set_to_none=True)
@@ -153,17 +185,8 @@ def finetune_jobs(
             if halving is not None:
                 _give_up(halving.leave(name), stops)
 
-    works = {part.job.name: partial(train, part) for part in parts}
-    try:
-        ended = _run(works) if turns is None else run_jobs(turns, works)
-    except BaseException as error:
-        for part in parts:
-            if file.is_alive(part.job.name):
-                part.setup.run.status.end("failed", Failure.of_error(error))
-                file.enter(part.job.name, "failed", str(error))
-        raise
-    dist.leave_group()
-    _tell_end(ended, run)
+    works = {part.job.name: partial(train, part, model) for part, model in zip(parts, models, strict=True)}
+    return _run(works) if turns is None else run_jobs(turns, works)
 
 
 def _run(works: Mapping[str, Callable[[], None]]) -> dict[str, Exception | None]:
@@ -181,13 +204,21 @@ def _run(works: Mapping[str, Callable[[], None]]) -> dict[str, Exception | None]
 def _set_up_jobs(
     jobs: tuple[Job, ...],
     run: Run,
+    runs: dict[str, Run],
     stops: SweepStops,
     console: Console,
     describe_ranks: Callable[[], str],
 ) -> list[_JobRun]:
-    """Prepare each job as a run of its own; data that jobs share is read once."""
+    """Prepare each job as a run of its own; data that jobs share is read once.
+
+    Args:
+        runs: where the jobs' own are put, by name.
+
+    Raises:
+        UserError: as `set_up`; or ranks train other jobs, since nodes have other records of an earlier start.
+    """
     read: dict[str, RunData] = {}
-    runs, each_data = [], []
+    parts, each_data = [], []
     for job in jobs:
         key = repr((job.config.data_options(), job.config.tokenizer_options()))
         if key not in read:
@@ -195,17 +226,27 @@ def _set_up_jobs(
         each_data.append(read[key])
     stops.request.check()
     run.status.enter("load")
+    join_launch(jobs[0].config.trainer.get("ddp_backend"))
+    everyone = dist.gather_objects([job.name for job in jobs])
+    other = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)
+    if other is not None:
+        raise ConfigError(
+            expected=f"the same jobs on all nodes, in {SWEEP_NAME} of output_dir",
+            found=f"{', '.join(everyone[0])} on rank 0 and {', '.join(everyone[other])} on rank {other}",
+            fix="copy what is missing, or use a disk that all nodes share",
+        )
     for job, data in zip(jobs, each_data, strict=True):
         folder = Path(job.config.output_dir)
         if run.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             Status.begin(folder)  # what the file says may be of an earlier start
-        own = Run(folder, run.rank, run.world_size)
+        own = runs[job.name] = Run(folder, run.rank, run.world_size)
         own.status.enter("load", world_size=run.world_size)
         stop = stops.add(job.name, own.folder)
+        stop.forget_file()  # of an earlier start
         setup = set_up(job.config, own, data, console.named(job.name))
-        runs.append(_JobRun(job, setup, make_hooks(setup, stop, describe_ranks), stop))
-    return runs
+        parts.append(_JobRun(job, setup, make_hooks(setup, stop, describe_ranks), stop))
+    return parts
 
 
 def _tell_end(ended: Mapping[str, Exception | None], run: Run) -> None:
@@ -251,16 +292,12 @@ class _Progress:
 
 
 class JobCallback(TrainerCallback):
-    """Writes down how far a job of a sweep is, and compares its evaluations with those of the others."""
+    """Writes down how far a job of a sweep is."""
 
-    def __init__(
-        self, name: str, file: SweepFile, progress: _Progress, halving: Halving | None, stops: SweepStops
-    ) -> None:
+    def __init__(self, name: str, file: SweepFile, progress: _Progress) -> None:
         self._name = name
         self._file = file
         self._progress = progress
-        self._halving = halving
-        self._stops = stops
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._progress.note(self._name, state.global_step, state.max_steps)
@@ -272,6 +309,31 @@ class JobCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         self._file.note(self._name, state.global_step, state.max_steps, logs or {})
 
+
+class HalvingCallback(TrainerCallback):
+    """Compares a job's evaluations with those of the others; it waits for theirs, and ends there if it is behind."""
+
+    def __init__(
+        self, name: str, halving: Halving, stops: SweepStops, turns: Turns | None, trainer: CheckpointingTrainer
+    ) -> None:
+        self._name = name
+        self._halving = halving
+        self._stops = stops
+        self._turns = turns
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        for line in state.log_history:  # of the checkpoint
+            self._hear(line["step"], state.max_steps, line)
+
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if self._halving is not None and state.global_step < state.max_steps:
-            _give_up(self._halving.hear(self._name, state.global_step, metrics or {}), self._stops)
+        step = state.global_step
+        self._hear(step, state.max_steps, metrics or {})
+        if self._turns is not None and self._halving.is_open(step):
+            self._turns.wait_until(lambda: not self._halving.is_open(step))
+        if self._stops.jobs[self._name].halved_at is not None:
+            self._trainer.stop_here()
+
+    def _hear(self, step: int, max_steps: int, metrics: Mapping[str, Any]) -> None:
+        if step < max_steps:
+            _give_up(self._halving.hear(self._name, step, metrics), self._stops)

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, RunStopped
 from ..runs.checkpoints import place_partial, publish, rotate
 from ..runtime import dist
 from ..runtime.disk import describe_fault, find_fault
-from ..runtime.signals import SAVE_SIGNAL
+from ..runtime.signals import SAVE_SIGNAL, STOP_SIGNAL
 from .nonfinite import FiniteTrainer, NonfiniteRule
 
 _STATE_NAME = "trainer_state.json"  # what transformers calls it
@@ -175,6 +175,10 @@ class CheckpointingTrainer(FiniteTrainer):
                 fix="--resume auto resumes from the newest complete one",
             )
         raise RunStopped(signal=name, step=self.state.global_step, checkpoint=str(self._name_checkpoint()))
+
+    def stop_here(self) -> None:
+        """End at this step, with a checkpoint, as if a signal had asked; called by an evaluation on all ranks."""
+        self._stop_signal = STOP_SIGNAL.value
 
     def _name_checkpoint(self) -> Path:
         return Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")

@@ -140,8 +140,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hash not compared": Mutant(
         "lorashard/engine/agreement.py",
-        "[check, group.num_gathers, rolling_hash],",
-        "[check, group.num_gathers, 0],",
+        "hash((rolling_hash, *sorted(jobs)))",
+        "hash((*sorted(jobs),))",
         "ranks that gathered other units continue",
         ("tests/unit/engine/test_gathers.py", "-k", "distinguished"),
     ),
@@ -469,6 +469,13 @@ MUTANTS: dict[str, Mutant] = {
         "linked = self.turns.links.link(output, lambda: self._enter_backward(scheduled.unit))",
         "linked = None",
         "the jobs' backwards visit units in orders of their own, and gather each once more",
+        JOBS,
+    ),
+    "jobs: not compared": Mutant(
+        "lorashard/engine/agreement.py",
+        "hash((rolling_hash, *sorted(jobs)))",
+        "rolling_hash",
+        "gradients of other jobs are added up, where each rank has lost another one",
         JOBS,
     ),
     "jobs: one state of accelerate": Mutant(

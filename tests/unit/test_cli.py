@@ -191,13 +191,18 @@ def test_a_folder_without_a_run_is_taken(tmp_path: Path) -> None:
 def test_logs_begin_anew_unless_the_run_goes_on(tmp_path: Path) -> None:
     """Catches the log of a run before that is taken for this one's, a lost log, and a traceback for a wrong folder."""
     options = {"model": "m", "dataset": "d", "output_dir": str(tmp_path)}
-    log = prepare_logs_dir(RunConfig(**options)) / "rank_3.log"
+
+    def prepare(**more: object) -> Path:
+        config = RunConfig(**options | more)
+        return prepare_logs_dir(config, [config])
+
+    log = prepare() / "rank_3.log"
     log.write_text("before")
-    prepare_logs_dir(RunConfig(**options, resume_from_checkpoint=True))
+    prepare(resume_from_checkpoint=True)
     assert log.read_text() == "before"
-    prepare_logs_dir(RunConfig(**options))
+    prepare()
     assert not log.exists()
 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Not a directory"):
-        prepare_logs_dir(RunConfig(**options | {"output_dir": str(tmp_path / "file" / "run")}))
+        prepare(output_dir=str(tmp_path / "file" / "run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 
 import lorashard
 from lorashard.engine.turns import Turns
-from lorashard.errors import TrainingError
+from lorashard.errors import ShardError, TrainingError
 from lorashard.model.sharding import engine_of
 
 CPU_BUDGET_S = 75  # 58 where this was written, with the slow rows
@@ -223,6 +224,13 @@ def give_up(step: int, model: PeftModel) -> None:
         raise TrainingError("enough")
 
 
+def save(step: int, model: PeftModel) -> None:
+    """Evaluate, and save with the embeddings, while the others are still in the joint pass."""
+    evaluate(0, model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_embedding_layers=True)
+
+
 UNLIKE: dict[str, dict[str, Any]] = {
     "lora": {"steps": 5, "between": answer},
     "dora": {"steps": 2},
@@ -245,6 +253,21 @@ def compare_unlike(rank: int, folder: Path, row: Row) -> dict[str, list[str]]:
 def test_jobs_that_end_evaluate_or_generate_leave_the_others_alone(bases, name):
     """Catches a job that waits for one that has ended, that samples from its random numbers, or fails with another."""
     for wrong in run_ranks(compare_unlike, ROWS[name].world, bases, ROWS[name]):
+        assert wrong == {}
+
+
+def compare_saving(rank: int, folder: Path, row: Row) -> dict[str, list[str]]:
+    options: dict[str, dict[str, Any]] = {name: {"between": save} for name in NAMES}
+    found, errors, _ = run_together(rank, folder, row, options)
+    assert errors == [None] * 4
+    wrong = {name: find_differences(found[name], run_alone(rank, folder, row, name)[0]) for name in NAMES}
+    return {name: names for name, names in wrong.items() if names}
+
+
+@pytest.mark.parametrize("row", [Row("host"), Row("shard", 2)], ids=["streamed", "sharded"])
+def test_a_job_that_saves_base_weights_waits_for_the_pass_of_the_others(bases, row):
+    """Catches weights that are read into the slot of a unit that other jobs are about to enter."""
+    for wrong in run_ranks(compare_saving, row.world, bases, row):
         assert wrong == {}
 
 
@@ -297,3 +320,24 @@ def test_an_error_inside_of_a_pass_ends_all_and_the_engine_goes_on(bases, row):
     """Catches threads that hang, units that stay in their slots, and a job that trains on after half of a pass."""
     for wrong in run_ranks(fail_and_go_on, row.world, bases, row):
         assert wrong == {}
+
+
+def lose_other_jobs(rank: int, folder: Path, row: Row) -> str:
+    """Lose one job on each rank, another on each."""
+    models = load(folder, row)
+    turns, lost = turns_of(models), NAMES[rank]
+
+    def work(name: str) -> Callable[[], None]:
+        options = {"between": give_up} if name == lost else {}
+        return lambda: train(name, models[name], row, turns.backward, rank, **options)
+
+    with pytest.raises(ShardError) as caught:
+        turns.run([work(name) for name in NAMES], (TrainingError,))
+    return str(caught.value)
+
+
+def test_ranks_that_have_lost_other_jobs_stop_before_they_mix_gradients(bases):
+    """Catches a job whose gradients are added to another's, where a rank alone has lost it: the units that are
+    gathered for those that are left are the same."""
+    for said in run_ranks(lose_other_jobs, 2, bases, Row("shard", 2, microbatches=1)):
+        assert said.count("begins a forward with gradients of 3 jobs") == 2

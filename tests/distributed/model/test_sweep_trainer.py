@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import lorashard
 from lorashard.errors import ConfigError
+from lorashard.training.one_run import free
 
 SEEDS = {"a": 3, "b": 4}
 STEPS = {"a": 4, "b": 3}
@@ -107,6 +109,25 @@ def test_each_adapter_is_the_one_that_its_trainer_makes_alone(base, kind, tmp_pa
         assert found.keys() == SEEDS.keys()
         for name, (differences, losses, expected) in found.items():
             assert differences == [] and losses == expected and len(losses) >= STEPS[name] + 1
+
+
+def train_alone_again(rank: int, base: str, folder: Path) -> None:
+    models = lorashard.load(base, adapters=make_adapters(), placement="host", dtype="float32")
+    trainers = {name: build_trainer("sft", name, model, folder) for name, model in models.items()}
+    lorashard.SweepTrainer(trainers).train()
+    trainer, before = trainers["b"], take(trainers["b"])[0]
+    trainer.args.max_steps = 2 * STEPS["b"]
+    trainer.train()
+    assert trainer.state.global_step == 2 * STEPS["b"] and find_differences(take(trainer)[0], before)
+    optimizer = weakref.ref(trainer.optimizer.optimizer)
+    free(trainer)
+    assert optimizer() is None
+
+
+def test_a_trainer_goes_on_alone_and_is_freed(base, tmp_path):
+    """Catches a trainer that waits for turns after its sweep, and optimizer states that an ended job keeps from the
+    others."""
+    run_ranks(train_alone_again, 1, base, tmp_path)
 
 
 def test_trainers_that_share_no_base_are_refused(base, tmp_path):

@@ -86,7 +86,7 @@ def use(rank: int, folder: Path, weights: Reference, logits: torch.Tensor, toler
     torch.manual_seed(3)
     model = lorashard.load(str(folder), LoraConfig(**LORA), placement, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert not hasattr(model.config, "quantization_config")
-    with engine_of(model).readable():
+    with engine_of(model).reader.readable():
         for name, expected in weights.items():
             owner = model.get_base_model().get_submodule(name.rpartition(".")[0])
             found = getattr(owner, "base_layer", owner).weight.detach().clone()

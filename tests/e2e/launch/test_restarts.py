@@ -63,7 +63,7 @@ def launch_ranks(command: list[str], folder: Path) -> int:
     options = {"model": "m", "dataset": "d", "output_dir": str(folder / "run"), "max_restarts": MAX_RESTARTS}
     with lock_run(folder / "run"), told_status(folder / "run") as status:
         config = RunConfig(**options)
-        return run_with_restarts(config, command, 2, prepare_logs_dir(config), Signals(can_save=True), status)
+        return run_with_restarts(config, command, 2, prepare_logs_dir(config, [config]), Signals(can_save=True), status)
 
 
 @pytest.fixture

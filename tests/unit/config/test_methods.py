@@ -240,12 +240,12 @@ def test_columns_of_another_method_name_it(tmp_path, columns, meant, others):
         is_right = name in (meant, *others.split())
         assert method.takes(list(row)) == is_right
         config = make_config(name).model_copy(update={"dataset": path})
-        check_data(config.model_copy(update={"dataset": odd}))  # told with its line, later
+        check_data([config.model_copy(update={"dataset": odd})])  # told with its line, later
         if is_right or not meant:
-            check_data(config)
+            check_data([config])
             continue
         with pytest.raises(DataError, match=f"choose method {meant}") as early:
-            check_data(config)
+            check_data([config])
         assert early.value.option == "method"
         with pytest.raises(DataError) as late:
             prepare(DataOptions(dataset=path), make_tokenizer(CHATML), tmp_path / "cache", method)

@@ -129,7 +129,7 @@ def test_ranks_choose_alike_and_are_distinguished_by_what_they_gathered():
     comparison without the gathers' order would let ranks continue that read each other's units."""
     first, second, other = live_through(), live_through(), live_through((5, 4, 3, 2, 1, 0))
     assert first.gathered == second.gathered and first.group.compared == second.group.compared
-    kinds = [kind for kind, _, _ in first.group.compared]
+    kinds = [kind for kind, *_ in first.group.compared]
     assert kinds == [1, 0, 1, 1, 0] and len(first.gathered) > 6
     first_counts, other_counts = ([compared[1] for compared in rig.group.compared[:2]] for rig in (first, other))
     assert first_counts == other_counts and first.group.compared[1] != other.group.compared[1]

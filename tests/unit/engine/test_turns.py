@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import signal
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -27,7 +31,7 @@ def make_pass(turns: Turns, name: str, said: Said, units: int = 3, is_training: 
         turns.enter(position)
         said.append((name, "unit", position))
         turns.leave()
-    turns.end_pass(True)
+    turns.end_pass(None)
 
 
 def test_jobs_visit_each_unit_one_after_the_other():
@@ -61,7 +65,7 @@ def test_who_is_first_and_last_in_a_pass_is_told():
             kinds.append(turns.is_training)
             turns.enter(0)
             lasts.append(turns.leave())
-            ends.append(turns.end_pass(True))
+            ends.append(turns.end_pass(None))
 
         return go
 
@@ -110,7 +114,7 @@ def test_each_job_draws_from_random_numbers_of_its_own():
                     turns.enter(position)
                     drawn.append(torch.rand(()).item())
                     turns.leave()
-                turns.end_pass(True)
+                turns.end_pass(None)
                 drawn.extend(draw())
                 turns.backward(torch.ones((), requires_grad=True) * 1)
 
@@ -163,8 +167,9 @@ def test_any_other_error_ends_all(place):
             turns.begin_pass(True)
             try:
                 raise TrainingError("enough")
-            finally:
-                turns.end_pass(False)
+            except TrainingError as error:
+                turns.end_pass(error)
+                raise
         leaf = torch.ones((), requires_grad=True)
         leaf.register_hook(fail_backward)
         turns.backward(leaf * 2)
@@ -194,6 +199,140 @@ def test_any_other_error_ends_all(place):
     assert turns.job is None and threading.active_count() == before
     assert len(undone) == 3 and ("b", "went on", 0) not in said
     assert turns.run([go_backward, go_backward]) == [None, None]
+
+
+def test_an_error_in_a_pass_ends_all_though_its_job_goes_on():
+    """Catches jobs that are cut off and reported as done, where one catches an error of its forward and tries again."""
+    turns, said = make_turns(), []
+
+    def try_again() -> None:
+        turns.begin_pass(True)
+        try:
+            raise ValueError("too large")
+        except ValueError as error:
+            turns.end_pass(error)
+        make_pass(turns, "a", said)
+
+    with pytest.raises(ValueError, match="too large"):
+        turns.run([try_again, lambda: make_pass(turns, "b", said)], (ValueError,))
+    assert said == []
+
+
+def test_a_job_that_visits_units_while_it_is_ended_hangs_nobody():
+    """Catches a job that takes another's place while it clears up, so that those behind it are never woken."""
+    turns, ended = make_turns(), []
+
+    def fail() -> None:
+        raise ValueError("enough")
+
+    def clear_up() -> None:
+        try:
+            make_pass(turns, "b", [])
+        finally:
+            try:
+                make_pass(turns, "b", [])
+            finally:
+                ended.append(turns.job)
+
+    with pytest.raises(ValueError, match="enough"):
+        turns.run([lambda: make_pass(turns, "a", []), clear_up, clear_up, fail])
+    assert ended == [1, 2]
+
+
+def test_an_interrupt_waits_for_the_jobs_to_end():
+    """Catches threads that train on beside what a person does after Ctrl-C, with the state of the next sweep."""
+    turns, ended = make_turns(), []
+
+    def work(interrupts: bool) -> Callable[[], None]:
+        def go() -> None:
+            try:
+                if interrupts:
+                    os.kill(os.getpid(), signal.SIGINT)
+                while True:
+                    make_pass(turns, "", [])
+            finally:
+                ended.append(turns.job)
+
+        return go
+
+    num_before = threading.active_count()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            turns.run([work(False), work(True), work(False)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert threading.active_count() == num_before and turns.job is None and {0, 1} <= set(ended)
+    assert turns.run([lambda: make_pass(turns, "a", [])] * 2) == [None, None]
+
+
+class _Thing:
+    """Something large."""
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_nothing_is_kept_of_a_job_that_has_failed(is_own):
+    """Catches the states of a failed job's optimizer that the others have to do without, and graphs that stay after a
+    sweep has failed, so that the next one finds no memory."""
+    turns, kept, alive = make_turns(), [], []
+
+    def fail() -> None:
+        thing = _Thing()
+        kept.append(weakref.ref(thing))
+        try:
+            raise TrainingError("first")
+        except TrainingError:
+            raise TrainingError(f"enough, in {thing}") from None
+
+    def go_on() -> None:
+        leaf = torch.ones((), requires_grad=True)
+        loss = leaf * 2
+        loss.grad_fn.metadata["thing"] = thing = _Thing()
+        kept.append(weakref.ref(thing))
+        del thing
+        turns.links.link(loss, lambda: None)
+        for _ in range(2):
+            make_pass(turns, "b", [])
+        alive.append(kept[0]() is not None)
+        turns.backward(loss)
+
+    gc.disable()
+    try:
+        if is_own:
+            assert isinstance(turns.run([fail, go_on], (TrainingError,))[0], TrainingError)
+            assert alive == [False]
+        else:
+            with pytest.raises(TrainingError, match="enough"):
+                turns.run([go_on, fail])
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_job_waits_until_the_others_have_decided_or_wait_too():
+    """Catches a job that goes on before that, that is left waiting then, and one that has ended and is missed."""
+    turns, said = make_turns(), []
+
+    def work(name: str, passes: int) -> Callable[[], None]:
+        def go() -> None:
+            random.seed(name)
+            before = random.getstate()
+            for _ in range(passes):
+                make_pass(turns, name, said, units=1)
+            if name != "c":
+                turns.wait_until(lambda: len(said) > 2)
+                said.append((name, "met", 0))
+                assert random.getstate() == before
+            turns.backward(torch.ones((), requires_grad=True) * 1)
+
+        return go
+
+    assert turns.run([work("a", 1), work("b", 3), work("c", 0), lambda: None]) == [None] * 4
+    units = [(name, "unit", 0) for name in "abb"]
+    assert said == [*units, ("a", "met", 0), ("b", "unit", 0), ("b", "met", 0)]
+    said.clear()
+    assert turns.run([work("a", 1), work("b", 1), work("c", 0)]) == [None] * 3
+    assert said == [("a", "unit", 0), ("b", "unit", 0), ("a", "met", 0), ("b", "met", 0)], "nobody decides"
 
 
 def test_jobs_cannot_start_jobs():

@@ -10,6 +10,7 @@ import pytest
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError, DataError
 from lorashard.launch.checks import check_data, check_options
+from lorashard.launch.launcher import own_folders
 from lorashard.runtime.devices import VisibleGpus
 
 
@@ -31,11 +32,17 @@ def test_each_jobs_dataset_is_looked_at(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"chosen": "a", "rejected": "b"}\n', encoding="utf-8")
     first = {"name": "a", "dataset": str(rows)}
-    check_data(make_sweep(first))
+
+    def look(*jobs: dict[str, Any]) -> None:
+        config = make_sweep(*jobs)
+        with own_folders(config.model_copy(update={"output_dir": str(tmp_path / "out")})) as runs:
+            check_data(runs)
+
+    look(first)
     for second, said in (
         ({"name": "b"}, "job b: dataset: has to be given"),
         ({"name": "b", "dataset": "./absent.jsonl"}, "absent.jsonl"),
         ({"name": "b", "dataset": str(pairs)}, "choose method dpo"),
     ):
         with pytest.raises((ConfigError, DataError), match=said):
-            check_data(make_sweep(first, second))
+            look(first, second)

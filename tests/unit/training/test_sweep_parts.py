@@ -77,6 +77,22 @@ def test_a_job_that_is_over_is_not_waited_for():
     assert halving.leave("c") == {}
 
 
+def test_a_resumed_sweep_makes_up_for_the_comparison_that_was_cut_short(tmp_path):
+    """Catches losers that train on after a resume, since who had told its value before does not tell it again; and a
+    field that is halved twice by the same values."""
+    file = SweepFile(tmp_path, make_jobs(tmp_path, *NAMES), None, writes=True)
+    rule = SweepStop(metric="eval_loss", keep=0.5, every=10)
+    assert file.decided_step == 0
+    halving = Halving(rule, NAMES, file.decided_step)
+    told = [halving.hear(name, 10, {"eval_loss": float(value)}) for value, name in enumerate(NAMES[:3])]
+    assert told == [{}] * 3 and halving.is_open(10)
+    assert halving.hear("d", 10, {"eval_loss": 3.0}) == {"c": 10, "d": 10} and not halving.is_open(10)
+    file.enter("c", "halved", "given up", 10)
+    again = Halving(rule, "ab", SweepFile(tmp_path, make_jobs(tmp_path, "a", "b"), None, writes=True).decided_step)
+    assert [again.hear(name, 10, {"eval_loss": 1.0}) for name in "ab"] == [{}, {}]
+    assert [again.hear(name, 20, {"eval_loss": 1.0}) for name in "ab"] == [{}, {"b": 20}]
+
+
 # -- sweep.json --------------------------------------------------------------------------------------------------------
 
 
