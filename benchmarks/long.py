@@ -7,8 +7,8 @@ Contenders take turns, each on fresh ranks: peers replace functions of torch and
 each turn and for each length a contender computes a first step, whose gradients are compared with those of the whole
 model on whole rows in one process, and then steps that are timed; where rows are shared, a rank that computes more than
 its slice of one ends the contender. Of the seconds the fastest step counts, as slow as its slowest rank, since another
-process can only make one slower; processor seconds are all threads'. Memory is the most that the first step takes above what the process held before the
-model. What a contender cannot run is recorded with its reason.
+process can only make one slower; processor seconds are those of all threads. Memory is the most that the first step
+takes above what the process held before the model. What a contender cannot run is recorded with its reason.
 
 DeepSpeed is optional: `pip install deepspeed`.
 """
