@@ -353,7 +353,7 @@ the 131,072 tokens that Llama 3.1 was made for, a plan warns.
 For comparison, ALST (Arctic Long Sequence Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) reports
 500,000 tokens on one H100 with 80 GB and 3.7 million on eight, measured, where all weights of an 8B model train: it
 keeps layers' inputs and the optimizer's state in the host's memory, and computes MLPs a tile of the tokens at a time,
-which is not done here."""
+which these rows do without (`mlp_tile_tokens` does it)."""
 
 
 def main() -> None:

@@ -148,14 +148,15 @@ class PlacementOptions(BaseModel):
             return
         raise ConfigError(problem, option="activation_checkpointing_layers", fix="leave one of them out")
 
-    def check_sequence_parallel(self, method: str, has_jobs: bool) -> None:
+    def check_sequence_parallel(self, method: str, has_jobs: bool, is_precomputing: bool) -> None:
         """Refuse a `sequence_parallel_size` above 1 where sequences cannot be shared among ranks.
 
         Args:
             has_jobs: whether several adapters train in one run.
+            is_precomputing: whether TRL gathers each row's reference values from all ranks before it trains.
 
         Raises:
-            ConfigError: the method is none of `SEQUENCE_PARALLEL_METHODS`, or there are jobs.
+            ConfigError: the method is none of `SEQUENCE_PARALLEL_METHODS`, or one of these holds.
         """
         asked = self.sequence_parallel_size
         if asked in ("auto", 1):
@@ -164,6 +165,8 @@ class PlacementOptions(BaseModel):
             problem = f"{method} cannot share a sequence among ranks, which {', '.join(SEQUENCE_PARALLEL_METHODS)} can"
         elif has_jobs:
             problem = "the jobs of a sweep cannot share a sequence among ranks"
+        elif is_precomputing:
+            problem = "precompute_ref_log_probs gathers rows from all ranks, and would get each several times"
         else:
             return
         raise ConfigError(problem, option="sequence_parallel_size", expected="auto or 1", found=asked)

@@ -170,7 +170,8 @@ class RunConfig(SweepOptions, DataOptions, PlacementOptions, AdapterOptions, Bas
         every = (self.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
         is_offloading = bool(self.trainer.get("activation_offloading"))
         self.check_num_recomputed(self.activation_checkpointing, every, is_offloading)
-        self.check_sequence_parallel(self.method, self.sweep is not None)
+        is_precomputing = bool(self.trainer.get("precompute_ref_log_probs"))
+        self.check_sequence_parallel(self.method, self.sweep is not None, is_precomputing)
         return self
 
     @model_validator(mode="after")

@@ -206,6 +206,8 @@ def test_ranks_that_share_sequences_are_as_many_as_are_said(tmp_path: Path) -> N
             refuse()
     with pytest.raises(ConfigError, match="by the name sp_size too"):
         read_placement(sequence_parallel_size=2, sp_size=2)
+    with pytest.raises(ConfigError, match="sequence_parallel_size: precompute_ref_log_probs gathers rows"):
+        resolve("--sp_size", "2", "--method", "dpo", "--precompute_ref_log_probs", "true")
     with pytest.raises(ConfigError, match="in training alone"):
         ChatOptions.read(["adapter", "--sp_size", "2"])
     open_by = {"auto": True, "1": False}
