@@ -24,6 +24,7 @@ def long(monkeypatch):
     return long
 
 
+@pytest.mark.slow
 def test_rows_are_shared_and_a_peer_that_cannot_run_says_why(long, monkeypatch, tmp_path, capsys):
     """Catches a benchmark that cannot be repeated, and a peer's failure that ends it or leaves an empty cell."""
     out = tmp_path / "record.json"
