@@ -23,7 +23,7 @@ import lorashard
 from lorashard.errors import ConfigError
 from lorashard.model.compiling import compile_layers, read_compile_options
 
-CPU_BUDGET_S = 105  # torch compiles
+CPU_BUDGET_S = 140  # torch compiles
 Results = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 # What torch.compile traces and differentiates, run by the kernels of eager mode: every bit can be compared.

@@ -38,7 +38,7 @@ USE_OPTIONS = {
     "runs": RunsOptions,
     "watch": WatchOptions,
 }
-CPU_BUDGET_S = 110  # each recipe is planned, of which the model is traced twice
+CPU_BUDGET_S = 150  # each recipe is planned, of which the model is traced twice
 LAUNCHERS = ("torchrun", "accelerate")
 # The others take seconds each: they are planned, or their table is computed.
 QUICK_RECIPE, SLOW_RECORD = "llama-8b-2x24gb.yaml", "scaling-activations.json"
