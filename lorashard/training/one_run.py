@@ -214,13 +214,10 @@ def free(trainer: Trainer) -> None:
     gc.collect()
 
 
-def place_base(setup: RunSetup, run: Run) -> tuple[PlacementOptions | ResolvedPlacement, Plan | None]:
+def place_base(setup: RunSetup) -> tuple[PlacementOptions | ResolvedPlacement, Plan | None]:
     """Return where the base rests, for `load`, and a plan: what is left to `auto` is planned.
 
     Where nothing is, rank 0 alone has a plan, for the record.
-
-    Args:
-        run: in whose folder the plan is written down.
 
     Raises:
         ConfigError: nothing fits.
@@ -239,7 +236,7 @@ def place_base(setup: RunSetup, run: Run) -> tuple[PlacementOptions | ResolvedPl
         )
 
     if not config.is_placement_open:
-        return config, _foresee(config, describe, device, run, log) if dist.get_rank() == 0 else None
+        return config, _foresee(config, describe, device, log) if dist.get_rank() == 0 else None
     training = describe()
     try:
         plan = plan_here(describe_base(config), training, device, config)
@@ -247,7 +244,6 @@ def place_base(setup: RunSetup, run: Run) -> tuple[PlacementOptions | ResolvedPl
         settled, taken = config.settle_unplanned()
         log(f"placement: {error}; taking {taken}")
         return settled, None
-    run.save_plan(plan.to_json())
     log(f"placement: {plan.reason}")
     for warning in plan.warnings:
         log(f"warning: {warning}")
@@ -263,10 +259,18 @@ def count_sequence_ranks(placement: PlacementOptions | ResolvedPlacement) -> int
     return 1 if placement.num_sequence_ranks == "auto" else placement.num_sequence_ranks
 
 
+def record_plan(run: Run, plan: Plan | None) -> None:
+    """Write a plan down in a run's folder, once nothing refuses the run any more; without one, none stays there."""
+    if plan is None:
+        run.drop_plan()
+    else:
+        run.save_plan(plan.to_json())
+
+
 def _foresee(
-    config: RunConfig, describe: Callable[[], Training], device: torch.device, run: Run, log: Callable[[str], None]
+    config: RunConfig, describe: Callable[[], Training], device: torch.device, log: Callable[[str], None]
 ) -> Plan | None:
-    """Write down what a placement that a person has chosen is predicted to cost; None where that cannot be told.
+    """Return what a placement that a person has chosen is predicted to cost; None where that cannot be told.
 
     Ranks: local.
     """
@@ -275,14 +279,12 @@ def _foresee(
     try:
         with explained_planning():
             plan = plan_given(describe_base(config), describe(), device, config, dist.get_world_size(), node_size)
-            run.save_plan(plan.to_json())
             for warning in plan.warnings:
                 log(f"warning: {warning}")
             if plan.choice.lacks:
                 log(f"warning: placement: {plan.reason}")
     except UserError as error:  # the run may work all the same: whether it does is not found out here
         log(f"plan.json is not written: {error}")
-        run.drop_plan()
         return None
     return plan
 

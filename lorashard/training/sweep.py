@@ -28,7 +28,7 @@ from ..runtime.signals import STOP_SIGNAL, StopRequest
 from .console import Console
 from .halving import Halving
 from .jobs import find_turns, join_turns, run_jobs
-from .one_run import free, load_models, place_base, train_run
+from .one_run import free, load_models, place_base, record_plan, train_run
 from .preparing import RunData, RunSetup, make_hooks, read_data, set_up
 from .trainer import CheckpointingTrainer, RunHooks
 
@@ -142,7 +142,8 @@ def _train_jobs(
     setups = [part.setup for part in parts]
     # What is planned for is the sweep, whose options are those of its jobs where they have the same.
     whole = replace(setups[0], config=config.with_dtype(setups[0].config.dtype), console=console)
-    placement, plan = place_base(whole, run)
+    placement, plan = place_base(whole)
+    record_plan(run, plan)
     models, base_bytes = load_models(setups, placement, run)
     stops.request.check()
     engine_of(models[0]).follow_ranks(describe_ranks)

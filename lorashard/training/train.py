@@ -16,7 +16,7 @@ from ..runtime.launch_env import read_launcher_env
 from ..runtime.rank_store import is_timeout
 from ..runtime.signals import StopRequest
 from .console import Console
-from .one_run import count_sequence_ranks, end_group, load_models, place_base, train_run
+from .one_run import count_sequence_ranks, end_group, load_models, place_base, record_plan, train_run
 from .preparing import make_hooks, read_data, set_up
 from .resume_request import check_wanted
 from .sweep import finetune_jobs
@@ -68,8 +68,9 @@ def _finetune(config: RunConfig, run: Run, stop: StopRequest, console: Console, 
     stop.check()
     run.status.enter("load")
     setup = set_up(config, run, data, console)
-    placement, plan = place_base(setup, run)
+    placement, plan = place_base(setup)
     hooks = make_hooks(setup, stop, heartbeat.describe_ranks, count_sequence_ranks(placement))
+    record_plan(run, plan)
     set_seed(setup.arguments.seed)
     (model,), base_bytes = load_models([setup], placement, run)
     stop.check()

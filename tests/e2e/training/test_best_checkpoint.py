@@ -24,6 +24,7 @@ from trl import SFTConfig, SFTTrainer
 import lorashard
 from lorashard.config.run_config import RunConfig
 
+CPU_BUDGET_S = 100  # forked runs that evaluate and save at each step
 LORASHARD = [str(Path(sys.executable).with_name("lorashard"))]
 KINDS = {
     "lora": {},
