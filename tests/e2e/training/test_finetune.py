@@ -29,7 +29,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-CPU_BUDGET_S = 140  # two real starts of two ranks, and some 12 forked runs
+CPU_BUDGET_S = 190  # two real starts of two ranks, and some 12 forked runs
 
 
 @pytest.fixture(scope="module")
