@@ -180,6 +180,12 @@ def load(
     path = str(model_name_or_path)
     kernels = _settle_numerics(numerics, torch_compile, lambda: choose_for(path, revision, meant, device))
     compiling = read_compile_options(torch_compile or kernels == "compile", device, meant)
+    if compiling is not None and others:
+        raise ConfigError(
+            "what one adapter's model compiles may replace another's graph between its forward and its backward",
+            option="torch_compile",
+            fix="leave it out where there are several adapters",
+        )
     derived = None
     rewriting = [config for config in (lora, *others) if is_derived(getattr(config, "init_lora_weights", None))]
     if rewriting and others:

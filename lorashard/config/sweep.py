@@ -206,6 +206,12 @@ def _check_common(config: RunConfig) -> None:
         raise ConfigError(
             "torch profiles a process, in which all jobs run", option="profile_steps", fix="profile a job alone"
         )
+    if config.compile_options() is not False or config.numerics == "fused":
+        raise ConfigError(
+            "what one job compiles may replace another's graph between its forward and its backward",
+            option="torch_compile" if config.compile_options() is not False else "numerics",
+            fix="leave it out, or train each job alone",
+        )
     reported = {*name_trackers(config.trainer.get("report_to")), *_list(config.trainer.get("report_to"))}
     if shared := sorted(reported - {"none", "tensorboard"}):
         raise ConfigError(

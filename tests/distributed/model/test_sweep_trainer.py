@@ -134,6 +134,8 @@ def test_trainers_that_share_no_base_are_refused(base, tmp_path):
     """Catches jobs that would wait for each other on two engines, and one model that two trainers train."""
     options: dict[str, Any] = dict(placement="host", dtype="float32", device=torch.device("cpu"))
     first, second = (lorashard.load(base, adapters=make_adapters(), **options) for _ in range(2))
+    with pytest.raises(ConfigError, match="torch_compile"):
+        lorashard.load(base, adapters=make_adapters(), torch_compile={"backend": "eager"}, **options)
     single = lorashard.load(base, make_adapters()["a"], **options)
     for models, said in [
         ({"a": first["a"], "b": second["b"]}, "2 trainers of 2 models on 2 bases"),
