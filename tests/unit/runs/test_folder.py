@@ -155,7 +155,7 @@ def test_a_plan_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
     for describe, find_home in ((refuse, Path.home), (lambda: None, has_no_home)):
         monkeypatch.setattr(Path, "home", find_home)
         (tmp_path / "plan.json").write_text("{}")
-        assert one_run._foresee(config, describe, torch.device("cpu"), run, told.append) is None
+        one_run.record_plan(run, one_run._foresee(config, describe, torch.device("cpu"), told.append))
         assert not (tmp_path / "plan.json").exists()
     assert "KeyError: 'max_completion_length'" in told[0] and "RuntimeError" in told[1]
 
