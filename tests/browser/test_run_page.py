@@ -51,8 +51,8 @@ def expect_state(page: Page, word: str) -> None:
 
 
 def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
-    """A tab that stays empty or that a phone does not show, a log that cannot be searched, a sample that the browser
-    runs as markup, or a path of this machine where a shorter one leads there."""
+    """A tab that stays empty, that a phone does not show or that a reload forgets, a log that cannot be searched, a
+    sample that the browser runs as markup, or a path of this machine where a shorter one leads there."""
     folder = add_demo_run(ui_server.root, "first")
     last_step = json.loads((folder / "status.json").read_text())["max_steps"]
     with (folder / "samples.jsonl").open("a") as file:
@@ -88,6 +88,8 @@ def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
 
     page.get_by_role("tab", name="Logs").click()
     log = page.get_by_role("log")
+    expect(log).to_contain_text("the launcher's words")
+    page.reload()
     expect(log).to_contain_text("the launcher's words")
     page.get_by_label("Log of").click()
     page.get_by_role("option", name="rank 1").click()

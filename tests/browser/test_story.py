@@ -198,8 +198,8 @@ def test_a_newcomer_does_all_there_is_to_do(start_ui, open_tab, make_place, page
     ranks = pause(server, "first")
     server = start_ui(place=place)
     page, other = open_tab(server, viewport=WIDE), open_tab(server, viewport=PHONE)
-    for tab in (page, other):
-        open_page(tab, "run?name=first")
+    for tab, path in ((page, "run?name=first"), (other, "run?name=first&tab=logs")):  # one draws curves
+        open_page(tab, path)
         expect_state(tab, "running")
     resume(ranks)
     expect(page.locator(".bar-sentence")).not_to_have_text(shown)

@@ -35,11 +35,12 @@ _FIRST_CHARTS = ["loss", "learning_rate", "grad_norm", "tokens_per_s"]
 _UNCHARTED = ("time", "step")
 _EVAL = "eval_"  # an evaluation's number is drawn beside the training's
 _SMOOTH = ("learning_rate", "num_tokens", "epoch")  # as they are
-# A reload shows the same tab.
-_NOTE_TAB = """() => {
+# A reload shows the same tab. Before the run's name is known, it is the page that selects a tab, and not a person.
+_NOTE_TAB = """(name, shown) => {
+  if (!name) return shown;
   const words = new URLSearchParams(location.search);
   words.set('tab', 'KEY');
-  history.replaceState(history.state, '', '?' + words);
+  history.replaceState(history.state, '', location.pathname + '?' + words);
   return 'KEY';
 }"""
 
@@ -52,7 +53,7 @@ def build(context: AppContext) -> None:
     load_plotly()
     title = make_title()
     missing = make_html(visible=False)
-    with gr.Column(visible=False) as body:
+    with gr.Column(visible="hidden") as body:  # in the page, or its tabs could not be chosen before it is shown
         header = make_html()
         figures = make_html()
         progress = make_html()
@@ -161,7 +162,7 @@ def build(context: AppContext) -> None:
     gr.on(None, read_address, None, [name, missing, shown, all_tabs], **QUIET).then(**asked)
     timer.tick(refresh, inputs, parts.outputs, **QUIET)
     for key, tab in tabs.items():
-        tab.select(None, None, shown, js=_NOTE_TAB.replace("KEY", key), show_progress="hidden").then(**asked)
+        tab.select(None, [name, shown], shown, js=_NOTE_TAB.replace("KEY", key), show_progress="hidden").then(**asked)
     charts.zoom(zoom, zooms, zooms, **QUIET).then(**asked)
     shown_charts.input(**asked)
     smoothing.change(**asked)
