@@ -3,12 +3,12 @@
     python benchmarks/sweep.py                       measure, write a record, print its table
     python benchmarks/sweep.py --table RECORD.json   print the table of a record
 
-For each placement a run alone and the first N jobs of one base take turns, a few steps each, in one process group; an
-adapter of `replicate` alone is the arithmetic, where the engine has nothing to do. Of the seconds the fastest turn
-counts, since another process can only make one slower; processor seconds are those of all threads of a rank. N runs
-one after another take, for each job and step, what a run alone takes. The gradients of the first job are compared with
-those of the run alone, bit for bit. Memory is the most that a first step takes above what was held before the base,
-beside what the plan says.
+For each placement the arithmetic (an adapter of `replicate` alone, where the engine has nothing to do), a run alone and
+the first N jobs of one base take turns in one process group. A turn is as many steps of a job for each of them, so that
+it is as long, and as likely to be disturbed, whatever N is. Of the seconds the fastest turn counts, since another
+process can only make one slower; processor seconds are those of all threads of a rank. N runs one after another take,
+for each job and step, what a run alone takes. The gradients of the first job are compared with those of the run alone,
+bit for bit. Memory is the most that a first step takes above what was held before the base, beside what the plan says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,8 @@ from lorashard.planning.run_plan import forecast, plan_run
 
 PLACEMENTS = ("shard", "host", "file")
 COUNTS = (1, 2, 4, 8)
-STEPS_A_TURN = 2
+ARITHMETIC = "arithmetic"
+JOB_STEPS_A_TURN = max(COUNTS)  # one step of all jobs, or as many of a run alone
 HEADER = ("placement, jobs", "step, s", "x a run's", "processor, s", "x a run's", "beside the arithmetic", "moved, MiB")
 PREDICTED = {"model": "meta-llama/Llama-3.3-70B-Instruct", "gpu_type": "rtx4090", "lora_r": 4, "tokens": 512}
 LORA = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -71,7 +72,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     rows: dict[str, torch.Tensor]
 
-    def train(self, backward: Callable[[torch.Tensor], None], num_steps: int = STEPS_A_TURN) -> None:
+    def train(self, backward: Callable[[torch.Tensor], None], num_steps: int) -> None:
         """Run steps on the same rows."""
         for _ in range(num_steps):
             self.optimizer.zero_grad(set_to_none=True)
@@ -112,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ranks = launch(Path(__file__), job, args.world_size, args.device)
         planned = plan_here(folder, size, args)
     config = asdict(size) | {"world_size": args.world_size, "device": args.device, "turns": args.steps}
-    config |= {"threads_per_rank": count_threads(args.world_size), "steps_a_turn": STEPS_A_TURN}
+    config |= {"threads_per_rank": count_threads(args.world_size), "job_steps_a_turn": JOB_STEPS_A_TURN}
     return {
         "benchmark": "sweep",
         **describe_environment(),
@@ -180,11 +181,11 @@ def predict_streamed() -> dict[str, Any]:
 def make_table(record: dict[str, Any]) -> str:
     """Return the markdown tables of a record, with lines that say what was measured."""
     config, placements = record["config"], record["placements"]
-    arithmetic = placements["replicate"]["1"]
     rows = []
-    for placement in PLACEMENTS:
-        alone = placements[placement]["1"]
-        for name, found in placements[placement].items():
+    for placement, contenders in placements.items():
+        arithmetic, alone = contenders[ARITHMETIC], contenders["1"]
+        for name in map(str, COUNTS):
+            found = contenders[name]
             rows.append(
                 [
                     f"{placement}, {name}",
@@ -197,15 +198,17 @@ def make_table(record: dict[str, Any]) -> str:
                 ]
             )
     most = str(max(COUNTS))
+    arithmetic_s = [contenders[ARITHMETIC]["processor_s"] for contenders in placements.values()]
     more = (placements["shard"][most]["held_bytes"] - placements["shard"]["1"]["held_bytes"]) / (max(COUNTS) - 1)
     words = (
         f"{config['num_layers']}-layer Llama, hidden {config['hidden_size']}, fp32, LoRA r {config['lora_r']} on all "
         f"linears, {config['batch_size']} x {config['sequence_tokens']} tokens of each job on each of "
         f"{config['world_size']} ranks; {record['hardware']['cores']} cores of {record['hardware']['cpu']}. All "
         f"figures are of one step of one job on one rank, the fastest of {config['turns']} "
-        f"turns of {config['steps_a_turn']} steps; the arithmetic, `replicate` alone, takes "
-        f"{arithmetic['processor_s']:.3f} s of the processor. One more job takes {in_mib(more)} MiB on a rank "
-        f"({most} jobs beside a run alone, `shard`); the plan says {in_mib(record['planned_job_bytes'])} MiB."
+        f"turns of {config['job_steps_a_turn']} such steps; the arithmetic, `replicate` alone, takes "
+        f"{min(arithmetic_s):.3f} to {max(arithmetic_s):.3f} s of the processor in the same turns. One more job takes "
+        f"{in_mib(more)} MiB on a rank ({most} jobs beside a run alone, `shard`); the plan says "
+        f"{in_mib(record['planned_job_bytes'])} MiB."
     )
     predicted = record["predicted"]
     header = ["jobs (predicted)", "step of all, s", "runs in turn, s", "times as fast", "fit"]
@@ -246,8 +249,8 @@ def load_jobs(job: dict[str, Any], size: ModelSize, device: torch.device, placem
     return jobs
 
 
-def run_jobs(jobs: list[Job], num_steps: int = STEPS_A_TURN) -> None:
-    """Run steps of jobs together; of one without others as a run does."""
+def run_jobs(jobs: list[Job], num_steps: int) -> None:
+    """Run steps of each of some jobs together; of one without others as a run does."""
     from lorashard.training.jobs import find_turns
 
     if len(jobs) == 1:
@@ -259,44 +262,43 @@ def run_jobs(jobs: list[Job], num_steps: int = STEPS_A_TURN) -> None:
 
 def measure_all(job: dict[str, Any], size: ModelSize, device: torch.device) -> dict[str, Any]:
     """Let a run alone and jobs of one base take turns; return what each took for a job and step, by placement."""
-    found = {"replicate": measure_placement(job, size, device, "replicate", COUNTS[:1])}
-    return found | {name: measure_placement(job, size, device, name, COUNTS) for name in PLACEMENTS}
+    arithmetic = load_jobs(job, size, device, "replicate", 1)
+    return {name: measure_placement(job, size, device, name, arithmetic) for name in PLACEMENTS}
 
 
 def measure_placement(
-    job: dict[str, Any], size: ModelSize, device: torch.device, placement: str, counts: Sequence[int]
+    job: dict[str, Any], size: ModelSize, device: torch.device, placement: str, arithmetic: list[Job]
 ) -> dict[str, Any]:
     import lorashard
 
-    contenders, turns = {}, {count: Turns() for count in counts}
-    for count in sorted({1, max(counts)}):
+    contenders, turns = {ARITHMETIC: arithmetic}, {name: Turns() for name in (ARITHMETIC, *map(str, COUNTS))}
+    for count in (1, max(COUNTS)):
         return_free_memory()
         before_bytes = held_bytes(device)
-        contenders[count] = load_jobs(job, size, device, placement, count)
+        contenders[str(count)] = own = load_jobs(job, size, device, placement, count)
         return_free_memory()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with Sampler() as sampler:
-            run_jobs(contenders[count], 1)
+            run_jobs(own, 1)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sampler.peak_bytes["RssAnon"]
-        turns[count].held_bytes = peak - before_bytes
-    alone, together = (trainable_parameters(contenders[count][0].model) for count in (1, max(counts)))
+        turns[str(count)].held_bytes = peak - before_bytes
+    alone, together = (trainable_parameters(contenders[str(count)][0].model) for count in (1, max(COUNTS)))
     assert all(torch.equal(mine.grad, other.grad) for mine, other in zip(together, alone, strict=True))
-    contenders |= {count: contenders[max(counts)][:count] for count in counts if count > 1}
+    contenders |= {str(count): contenders[str(max(COUNTS))][:count] for count in COUNTS if count > 1}
     for _ in range(job["steps"]):
-        for count in counts:
-            own, num_steps = contenders[count], count * STEPS_A_TURN
+        for name, own in contenders.items():
             dist.barrier()
             before = lorashard.stats(own[0].model.module)
             begin_s, processor_s = time.perf_counter(), time.process_time()
-            run_jobs(own)
+            run_jobs(own, JOB_STEPS_A_TURN // len(own))
             synchronize(device)
-            turns[count].seconds.append((time.perf_counter() - begin_s) / num_steps)
-            turns[count].processor_seconds.append((time.process_time() - processor_s) / num_steps)
+            turns[name].seconds.append((time.perf_counter() - begin_s) / JOB_STEPS_A_TURN)
+            turns[name].processor_seconds.append((time.process_time() - processor_s) / JOB_STEPS_A_TURN)
             after = lorashard.stats(own[0].model.module)
             moved = after.gathered_bytes - before.gathered_bytes + after.copied_bytes - before.copied_bytes
-            turns[count].moved_bytes = moved / num_steps
-    return {str(count): asdict(own) for count, own in turns.items()}
+            turns[name].moved_bytes = moved / JOB_STEPS_A_TURN
+    return {name: asdict(own) for name, own in turns.items()}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lorashard.planning.hardware import Hardware, find_gpu_type
 from lorashard.runtime.dtypes import explain_slow_bfloat16
 
 BENCHMARKS = ROOT / "benchmarks"
-CPU_BUDGET_S = 80  # every row of the benchmark is a process, or a launcher and a rank
+CPU_BUDGET_S = 100  # every row of the benchmark is a process, or a launcher and a rank
 
 
 @pytest.fixture
