@@ -155,14 +155,16 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], whom: str,
         whom: `launcher`, `all`, or the number of a rank; the others are then gone before this returns.
     """
     deadline_s = time.monotonic() + timeout_s
-    while not is_time():
+    is_of_rank = whom not in ("launcher", "all")
+    # What a moment looks for may be left of an earlier start: the rank to kill comes later then.
+    while not is_time() or (is_of_rank and int(whom) not in find_ranks(process.pid)):
         if process.poll() is not None:
             return False
         assert time.monotonic() < deadline_s, "the moment to kill never came"
         time.sleep(0.005)
     ranks = {rank: found.pid for rank, found in find_ranks(process.pid).items()}
     victims = [process.pid] if whom == "launcher" else [process.pid, *ranks.values()]
-    if whom not in ("launcher", "all"):
+    if is_of_rank:
         victims = [ranks[int(whom)]]
     for pid in victims:
         with suppress(ProcessLookupError):
