@@ -33,7 +33,7 @@ class SweepTrainer:
                 backward each.
 
         Raises:
-            ConfigError: their models are not all of one `load`, each once.
+            ConfigError: their models are not all of one `load`, each once; or a trainer looks for its batch size.
         """
         self.trainers = dict(trainers)
         models = [trainer.accelerator.unwrap_model(trainer.model) for trainer in self.trainers.values()]
@@ -45,6 +45,16 @@ class SweepTrainer:
                 expected="a trainer for each model of one lorashard.load(..., adapters={...})",
                 found=f"{len(models)} trainers of {num_models} models on {len(engines)} bases",
             )
+        for name, trainer in self.trainers.items():
+            if trainer.args.auto_find_batch_size:
+                raise ConfigError(
+                    "a trainer that begins again with smaller batches would leave the others in the middle of a step",
+                    option="auto_find_batch_size",
+                    expected="False, with SweepTrainer",
+                    found="True",
+                    where=f"the arguments of {name}",
+                    fix="give a per_device_train_batch_size that fits",
+                )
         self._turns = find_turns(models[0])
 
     def train(self, resume_from_checkpoint: Mapping[str, Any] | None = None) -> dict[str, TrainOutput]:

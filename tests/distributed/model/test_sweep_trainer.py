@@ -45,8 +45,12 @@ def make_rows(kind: str, shift: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def build_trainer(kind: str, name: str, model: PeftModel, folder: Path) -> Trainer:
-    """Return a job's trainer, which accumulates microbatches and evaluates while it trains."""
+def build_trainer(kind: str, name: str, model: PeftModel, folder: Path, **options: Any) -> Trainer:
+    """Return a job's trainer, which accumulates microbatches and evaluates while it trains.
+
+    Args:
+        options: further ones of its arguments.
+    """
     config_class: Any = DPOConfig if kind == "dpo" else SFTConfig
     trainer_class: Any = DPOTrainer if kind == "dpo" else SFTTrainer
     args = config_class(
@@ -64,6 +68,7 @@ def build_trainer(kind: str, name: str, model: PeftModel, folder: Path) -> Train
         seed=SEEDS[name],
         report_to="none",
         disable_tqdm=True,
+        **options,
     )
     shift = SEEDS[name]
     return trainer_class(
@@ -146,3 +151,13 @@ def test_trainers_that_share_no_base_are_refused(base, tmp_path):
         trainers = {name: build_trainer("sft", name, model, tmp_path) for name, model in models.items()}
         with pytest.raises(ConfigError, match=said):
             lorashard.SweepTrainer(trainers)
+
+
+def test_a_trainer_that_looks_for_its_batch_size_is_refused(base, tmp_path):
+    """Catches a job that begins again in the middle of a step, out of memory, while the others wait for it there."""
+    models = lorashard.load(base, adapters=make_adapters(), placement="host", dtype="float32")
+    trainers = {name: build_trainer("sft", name, model, tmp_path) for name, model in models.items()}
+    lorashard.SweepTrainer(trainers)
+    trainers["b"] = build_trainer("sft", "b", models["b"], tmp_path, auto_find_batch_size=True)
+    with pytest.raises(ConfigError, match="arguments of b: auto_find_batch_size.*per_device_train_batch_size"):
+        lorashard.SweepTrainer(trainers)
