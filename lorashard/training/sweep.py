@@ -204,7 +204,9 @@ def _train_jobs(
                 give_up(halving.leave(name))
 
     works = {part.job.name: partial(train, part, model) for part, model in zip(parts, models, strict=True)}
-    return _run(works) if turns is None else run_jobs(turns, works)
+    if turns is None:
+        return _run(works)
+    return run_jobs(turns, works, dist.HostGroup.of_all(config.wait_warning_s, describe_ranks))
 
 
 def _run(works: Mapping[str, Callable[[], None]]) -> dict[str, Exception | None]:

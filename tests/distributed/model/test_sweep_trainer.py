@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from transformers import Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard.errors import ConfigError
+from lorashard.engine.turns import Turns
+from lorashard.errors import ConfigError, ShardError, TrainingError
+from lorashard.runtime.dist import HostGroup
+from lorashard.training.jobs import run_jobs
 from lorashard.training.one_run import free
 
 SEEDS = {"a": 3, "b": 4}
@@ -161,3 +165,36 @@ def test_a_trainer_that_looks_for_its_batch_size_is_refused(base, tmp_path):
     trainers["b"] = build_trainer("sft", "b", models["b"], tmp_path, auto_find_batch_size=True)
     with pytest.raises(ConfigError, match="arguments of b: auto_find_batch_size.*per_device_train_batch_size"):
         lorashard.SweepTrainer(trainers)
+
+
+def lose_jobs(rank: int, lost: tuple[str, str]) -> tuple[str, list[str]]:
+    """End a job early on a rank alone, or another on each; return what is said, and which steps were done."""
+    turns, done = Turns(torch.device("cpu"), shares_visits=False), []
+
+    def work(name: str) -> None:
+        for step in range(3):
+            turns.backward(torch.ones((), requires_grad=True) * 2)
+            done.append(f"{name}{step}")
+            if name == lost[rank]:
+                raise TrainingError("enough")
+
+    group = HostGroup.of_all()
+    both_fail = run_jobs(turns, {name: partial(fail, name) for name in "ab"}, group)
+    assert [type(error) for error in both_fail.values()] == [TrainingError] * 2
+    with pytest.raises(ShardError) as caught:
+        run_jobs(turns, {name: partial(work, name) for name in "ab"}, group)
+    return str(caught.value), done
+
+
+def fail(name: str) -> None:
+    raise TrainingError(name)
+
+
+@pytest.mark.parametrize("lost", [("a", "b"), ("", "a"), ("b", "")])
+def test_a_rank_that_loses_a_job_alone_does_nothing_more_of_others(lost):
+    """Catches gradients that are added to another job's: on a base that is whole on each rank nothing else compares
+    the ranks before a step's sums."""
+    found = run_ranks(lose_jobs, 2, lost)
+    for name, (said, done) in zip(lost, found, strict=True):
+        assert "the ranks have diverged" in said and ("fails: enough" in said) == bool(name)
+        assert not name or done[-1] == f"{name}0"
