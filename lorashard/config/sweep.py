@@ -212,6 +212,14 @@ def _check_common(config: RunConfig) -> None:
             option="torch_compile" if config.compile_options() is not False else "numerics",
             fix="leave it out, or train each job alone",
         )
+    if config.trainer.get("auto_find_batch_size"):
+        raise ConfigError(
+            "a job that shrinks its batches would no longer visit the base with the others",
+            option="auto_find_batch_size",
+            expected="false, with a sweep",
+            found="true",
+            fix="give a per_device_train_batch_size that fits: lorashard plan tells how many jobs do",
+        )
     reported = {*name_trackers(config.trainer.get("report_to")), *_list(config.trainer.get("report_to"))}
     if shared := sorted(reported - {"none", "tensorboard"}):
         raise ConfigError(

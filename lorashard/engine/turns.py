@@ -12,7 +12,8 @@ Note [Turns]
 
 Note [Random numbers]
     Each job draws from random numbers of its own, as if it were alone: torch's are exchanged at each turn, since
-    dropout draws inside of units; those of Python and numpy outside of passes, where they are drawn from.
+    dropout draws inside of units; those of Python and numpy outside of passes, where they are drawn from. To exchange
+    those at each turn too would take longer than many a unit does, since numpy copies its state number by number.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def select_jobs(config: RunConfig) -> tuple[Job, ...]:
     if not config.resume_from_checkpoint:
         return jobs
     rows = {row["name"]: row for row in _read_rows(Path(config.output_dir))}
-    running = tuple(job for job in jobs if rows.get(job.name, {}).get("state") != "halved")
+    running = tuple(job for job in jobs if "halved_at" not in rows.get(job.name, {}))
     max_steps = config.trainer.get("max_steps", -1)
     ended = {name for name, row in rows.items() if row["state"] == "done" and max_steps in (-1, row["max_steps"])}
     return tuple(job for job in running if job.name not in ended) or running
@@ -44,12 +44,13 @@ class SweepFile:
     Ranks: local; one writes into each folder.
     """
 
-    def __init__(self, folder: Path, jobs: Sequence[Job], stop: SweepStop | None, writes: bool) -> None:
-        """Take the jobs; what an earlier start has written of others stays.
+    def __init__(self, folder: Path, jobs: Sequence[Job], stop: SweepStop | None, writes: bool, resumes: bool) -> None:
+        """Take the jobs.
 
         Args:
             stop: by whose metric the jobs are compared; None: by the loss of evaluations.
             writes: whether this process writes the file.
+            resumes: whether what an earlier start has written of other jobs stays.
         """
         self._path = folder / SWEEP_NAME
         self._metric = stop.metric if stop is not None else "eval_loss"
@@ -57,7 +58,7 @@ class SweepFile:
         self._next_s = -math.inf
         names = {job.name for job in jobs}
         self._rows: dict[str, dict[str, Any]] = {
-            row["name"]: row for row in _read_rows(folder) if row["name"] not in names
+            row["name"]: _complete(row) for row in _read_rows(folder) if resumes and row["name"] not in names
         }
         for job in jobs:
             self._rows[job.name] = {
@@ -71,10 +72,17 @@ class SweepFile:
         """The last step whose evaluations have given jobs up in an earlier start, or 0."""
         return max((row.get("halved_at", 0) for row in self._rows.values()), default=0)
 
-    def enter(self, name: str, state: JobState, why: str = "", halved_at: int | None = None) -> None:
-        """Say what has become of a job, and why it ended early, by the evaluation of which step."""
-        self._rows[name] |= {"state": state, "why": why} | ({} if halved_at is None else {"halved_at": halved_at})
+    def enter(self, name: str, state: JobState, why: str = "") -> None:
+        """Say what has become of a job, and why it ended early."""
+        self._rows[name] |= {"state": state, "why": why}
         self._write()
+
+    def give_up(self, losers: Mapping[str, int]) -> None:
+        """Say which jobs halving gives up, each by the evaluation of a step: all at once, before they end."""
+        for name, step in losers.items():
+            self._rows[name]["halved_at"] = step
+        if losers:
+            self._write()
 
     def is_alive(self, name: str) -> bool:
         """Tell whether a job has not ended."""
@@ -94,6 +102,18 @@ class SweepFile:
         self._next_s = time.monotonic() + _INTERVAL_S
         lines = ",\n".join(json.dumps(row, default=str) for row in self._rows.values())
         replace_text(self._path, f'{{"metric": {json.dumps(self._metric)}, "jobs": [\n{lines}\n]}}\n')
+
+
+def explain_halving(step: int) -> str:
+    """Return why a job ended that halving has given up."""
+    return f"given up after the evaluation at step {step}"
+
+
+def _complete(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a job from an earlier start, which may have been killed before a loser had ended."""
+    if "halved_at" not in row or row["state"] == "done":
+        return row
+    return row | {"state": "halved", "why": explain_halving(row["halved_at"])}
 
 
 def _read_rows(folder: Path) -> list[dict[str, Any]]:

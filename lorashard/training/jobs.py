@@ -13,8 +13,12 @@ from transformers import Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from ..engine.turns import Turns
-from ..errors import ConfigError, RunStopped, TrainingError, UserError
+from ..errors import ConfigError, RunStopped, ShardError, TrainingError, UserError
 from ..model.sharding import engine_of
+from ..runtime import dist
+from ..runtime.dist import HostGroup
+
+_OWN_ERRORS = (UserError, TrainingError, RunStopped)  # that end a job alone
 
 
 class SweepTrainer:
@@ -33,7 +37,7 @@ class SweepTrainer:
                 backward each.
 
         Raises:
-            ConfigError: their models are not all of one `load`, each once.
+            ConfigError: their models are not all of one `load`, each once; or a trainer looks for its batch size.
         """
         self.trainers = dict(trainers)
         models = [trainer.accelerator.unwrap_model(trainer.model) for trainer in self.trainers.values()]
@@ -45,6 +49,16 @@ class SweepTrainer:
                 expected="a trainer for each model of one lorashard.load(..., adapters={...})",
                 found=f"{len(models)} trainers of {num_models} models on {len(engines)} bases",
             )
+        for name, trainer in self.trainers.items():
+            if trainer.args.auto_find_batch_size:
+                raise ConfigError(
+                    "a trainer that begins again with smaller batches would leave the others in the middle of a step",
+                    option="auto_find_batch_size",
+                    expected="False, with SweepTrainer",
+                    found="True",
+                    where=f"the arguments of {name}",
+                    fix="give a per_device_train_batch_size that fits",
+                )
         self._turns = find_turns(models[0])
 
     def train(self, resume_from_checkpoint: Mapping[str, Any] | None = None) -> dict[str, TrainOutput]:
@@ -75,7 +89,8 @@ class SweepTrainer:
                 del trainer.accelerator.backward
                 trainer.accelerator.gradient_state = own_state
 
-        ended = run_jobs(self._turns, {name: partial(train, name) for name in self.trainers})
+        works = {name: partial(train, name) for name in self.trainers}
+        ended = run_jobs(self._turns, works, HostGroup.of_all())
         for name, error in ended.items():
             if error is not None:
                 error.add_note(f"in the job {name} of the sweep")
@@ -97,14 +112,43 @@ def find_turns(model: torch.nn.Module) -> Turns:
     return turns
 
 
-def run_jobs(turns: Turns, works: Mapping[str, Callable[[], None]]) -> dict[str, Exception | None]:
+def run_jobs(turns: Turns, works: Mapping[str, Callable[[], None]], group: HostGroup) -> dict[str, Exception | None]:
     """Run jobs to their ends, and return the error by which each has ended; see `Turns.run`.
 
+    Args:
+        group: over which ranks compare how each job ends.
+
     Raises:
+        ShardError: a job has ended on some ranks otherwise than on others.
         BaseException: that is not one which all ranks raise alike, or inside of a forward or backward.
+
+    Ranks: collective over all ranks. One that loses a job alone waits for the others at the job's end, and does nothing
+        more of other jobs, whose gradients would be added to that one's: the others find out when they come to an end
+        of a job, or at the process group's timeout.
     """
+
+    def run(name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except _OWN_ERRORS as error:
+            check(name, f"fails: {error}", True)
+            raise
+        check(name, "is done", False)
+
+    def check(name: str, end: str, is_failed: bool) -> None:
+        own = [list(works).index(name), is_failed]
+        found = group.find_largest([*own, *(-value for value in own)], f"end the job {name}")
+        if found[:2] != [-value for value in found[2:]]:
+            raise ShardError(
+                "the ranks have diverged",
+                expected="each job of the sweep to end alike on all of them",
+                found=f"on rank {dist.get_rank()} that the job {name} {end}",
+                fix="let what ends a job be raised on every rank, at the same step",
+            )
+
     with _own_gradient_states():
-        return dict(zip(works, turns.run(list(works.values()), (UserError, TrainingError, RunStopped)), strict=True))
+        errors = turns.run([partial(run, name, work) for name, work in works.items()], _OWN_ERRORS)
+        return dict(zip(works, errors, strict=True))
 
 
 def join_turns(trainer: Trainer, turns: Turns) -> None:

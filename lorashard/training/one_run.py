@@ -113,12 +113,14 @@ def train_run(
     base_bytes: int,
     plan: Plan | None,
     leave: Callable[[Trainer], None],
+    begin: Callable[[], None],
     join: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
     """Train a model; leave its adapter, checked, in the run's folder.
 
     Args:
         leave: lets go of the trainer, at the end and where the run stops early on all ranks alike.
+        begin: called when nothing refuses the run any more: `begin_run`, or what comes to it.
         join: is given the trainer before it trains.
 
     Raises:
@@ -143,23 +145,13 @@ def train_run(
         samples_chat=data.tokenizer.chat_template is not None and data.prepared.report.is_chat,
         console=setup.console,
     )
-    writes = dist.get_rank() == 0 or (not setup.is_shared and setup.arguments.local_process_index == 0)
-    is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()
-    resumed_step = read_progress(checkpoint) if checkpoint and is_in_place else None
-
-    def begin() -> None:
-        if writes:
-            clear_leftovers(run.folder)
-            _set_aside(run, resumed_step, config.overwrite_output_dir)
-        run.begin(config.to_yaml(), resumed_step)
-
     raise_on_all_ranks(begin)
     if checkpoint is not None:
         run.emit("resumed", checkpoint=str(checkpoint), step=read_progress(checkpoint))
     join(trainer)
     _train(trainer, checkpoint, leave)
     run.status.enter("save", step=trainer.state.global_step)
-    raise_on_all_ranks(lambda: save_adapter(model, data.tokenizer, run.folder) if writes else None)
+    raise_on_all_ranks(lambda: save_adapter(model, data.tokenizer, run.folder) if _writes(setup) else None)
     tokens = _take_tokens(data.prepared.train, data.tokenizer, setup.arguments.device)
     verdict = check_adapter(model, run.folder, tokens)
     setup.console.log(f"adapter: saved to {run.folder} and read back: {verdict}")
@@ -169,6 +161,25 @@ def train_run(
         setup.console.log(_compare_with_plan(plan.choice, measured))
     run.status.end("done")
     leave(trainer)
+
+
+def begin_run(setup: RunSetup) -> None:
+    """Record what was asked and what runs it, in place of an earlier run in the folder that is not continued.
+
+    Ranks: local; called by every rank.
+    """
+    run, checkpoint = setup.run, setup.checkpoint
+    is_in_place = checkpoint is not None and checkpoint.resolve().parent == run.folder.resolve()
+    resumed_step = read_progress(checkpoint) if checkpoint and is_in_place else None
+    if _writes(setup):
+        clear_leftovers(run.folder)
+        _set_aside(run, resumed_step, setup.config.overwrite_output_dir)
+    run.begin(setup.config.to_yaml(), resumed_step)
+
+
+def _writes(setup: RunSetup) -> bool:
+    """Tell whether this rank writes what is common into the run's folder: one does, of all or of each node."""
+    return dist.get_rank() == 0 or (not setup.is_shared and setup.arguments.local_process_index == 0)
 
 
 def _set_aside(run: Run, resumed_step: int | None, deletes: bool) -> None:

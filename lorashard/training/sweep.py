@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..model.sharding import engine_of
 from ..runs.folder import Run
 from ..runs.root import JOB_STOP_NAME, SWEEP_NAME
 from ..runs.status import Status
-from ..runs.sweep_file import JobState, SweepFile
+from ..runs.sweep_file import JobState, SweepFile, explain_halving
 from ..runtime import dist
 from ..runtime.failures import Failure
 from ..runtime.join import join_launch
@@ -28,7 +28,7 @@ from ..runtime.signals import STOP_SIGNAL, StopRequest
 from .console import Console
 from .halving import Halving
 from .jobs import find_turns, join_turns, run_jobs
-from .one_run import free, load_models, place_base, record_plan, train_run
+from .one_run import begin_run, free, load_models, place_base, record_plan, train_run
 from .preparing import RunData, RunSetup, make_hooks, read_data, set_up
 from .trainer import CheckpointingTrainer, RunHooks
 
@@ -72,6 +72,12 @@ class SweepStops:
         self.jobs[name] = JobStop(self, folder)
         return self.jobs[name]
 
+    def give_up(self, losers: Mapping[str, int], file: SweepFile) -> None:
+        """Ask jobs to end that lost a comparison, each at a step; it holds even if the sweep is killed before that."""
+        file.give_up(losers)
+        for name, step in losers.items():
+            self.jobs[name].halved_at = step
+
     def hear(self) -> None:
         """Pass a request to save on."""
         if self.request.take_save():
@@ -112,7 +118,8 @@ def finetune_jobs(
     stops = SweepStops(stop)
     env = read_launcher_env()
     has_own_disk = bool(config.trainer.get("save_on_each_node")) and env is not None and env.local_rank == 0
-    file = SweepFile(run.folder, jobs, read_stop(config), writes=run.rank == 0 or has_own_disk)
+    writes = run.rank == 0 or has_own_disk
+    file = SweepFile(run.folder, jobs, read_stop(config), writes, resumes=bool(config.resume_from_checkpoint))
     runs: dict[str, Run] = {}
     try:
         parts = _set_up_jobs(jobs, run, runs, stops, console, describe_ranks)
@@ -147,10 +154,19 @@ def _train_jobs(
     models, base_bytes = load_models(setups, placement, run)
     stops.request.check()
     engine_of(models[0]).follow_ranks(describe_ranks)
-    run.begin(config.to_yaml(), None)
-    halving = Halving.of(read_stop(config), [part.job.name for part in parts], file.decided_step)
-    progress = _Progress(run, [part.job.name for part in parts])
+    names = [part.job.name for part in parts]
+    halving = Halving.of(read_stop(config), names, file.decided_step)
+    progress = _Progress(run, names)
     turns = find_turns(models[0]) if len(models) > 1 else None
+    give_up = partial(stops.give_up, file=file)
+
+    def begin(ready: Collection[str]) -> None:
+        for part in parts:
+            if part.job.name in ready:
+                begin_run(part.setup)
+        run.begin(config.to_yaml(), None)
+
+    start = JointStart(names, turns, begin)
 
     def train(part: _JobRun, model: PeftModel) -> None:
         name, setup = part.job.name, part.setup
@@ -158,21 +174,21 @@ def _train_jobs(
         def join(trainer: Any) -> None:
             trainer.add_callback(JobCallback(name, file, progress))
             if halving is not None:
-                trainer.add_callback(HalvingCallback(name, halving, stops, turns, trainer))
+                trainer.add_callback(HalvingCallback(name, halving, part.stop, give_up, turns, trainer))
             if turns is not None:
                 join_turns(trainer, turns)
 
         try:
             file.enter(name, "running")
-            train_run(setup, part.hooks, model, base_bytes, plan, free, join)
+            train_run(setup, part.hooks, model, base_bytes, plan, free, partial(start.wait, name), join)
             file.enter(name, "done")
         except Exception as error:
             failure = Failure.of_error(error)
-            is_halved = failure.is_stop and part.stop.halved_at is not None
+            halved_at = part.stop.halved_at if failure.is_stop else None
             setup.run.status.end("stopped" if failure.is_stop else "failed", failure)
-            state: JobState = "halved" if is_halved else "stopped" if failure.is_stop else "failed"
-            why = f"given up after the evaluation at step {part.stop.halved_at}" if is_halved else failure.message
-            file.enter(name, state, why, part.stop.halved_at if is_halved else None)
+            state: JobState = "halved" if halved_at is not None else "stopped" if failure.is_stop else "failed"
+            why = explain_halving(halved_at) if halved_at is not None else failure.message
+            file.enter(name, state, why)
             setup.console.log(f"{state}: {why}")
             if not isinstance(error, RunStopped | TrainingError):
                 raise
@@ -183,11 +199,14 @@ def _train_jobs(
             model.zero_grad(set_to_none=True)
             part.stop.forget_file()
             progress.end(name)
+            start.leave(name)
             if halving is not None:
-                _give_up(halving.leave(name), stops)
+                give_up(halving.leave(name))
 
     works = {part.job.name: partial(train, part, model) for part, model in zip(parts, models, strict=True)}
-    return _run(works) if turns is None else run_jobs(turns, works)
+    if turns is None:
+        return _run(works)
+    return run_jobs(turns, works, dist.HostGroup.of_all(config.wait_warning_s, describe_ranks))
 
 
 def _run(works: Mapping[str, Callable[[], None]]) -> dict[str, Exception | None]:
@@ -268,9 +287,42 @@ def _tell_end(ended: Mapping[str, Exception | None], run: Run) -> None:
     raise TrainingError(f"{len(errors)} of {len(ended)} jobs failed ({names}), the first of them: {first}")
 
 
-def _give_up(losers: Mapping[str, int], stops: SweepStops) -> None:
-    for name, step in losers.items():
-        stops.jobs[name].halved_at = step
+class JointStart:
+    """Lets the jobs begin together: what lies in their folders of an earlier sweep stays whole until all of them can.
+
+    A sweep that is killed has then begun in all folders or in none, so that no job goes on from the checkpoints that
+    it was to overwrite.
+    """
+
+    def __init__(self, names: Collection[str], turns: Turns | None, begin: Callable[[Collection[str]], None]) -> None:
+        """Take the jobs.
+
+        Args:
+            turns: of the jobs; None where there is one.
+            begin: given the names of those that are ready; the others have ended before.
+        """
+        self._preparing = set(names)
+        self._ready: set[str] = set()
+        self._turns = turns
+        self._begin = begin
+        self._has_begun = False
+
+    def wait(self, name: str) -> None:
+        """Wait until every job can begin or has ended, and let all of them; called by a job that can.
+
+        Ranks: local.
+        """
+        self._ready.add(name)
+        self.leave(name)
+        if self._turns is not None:
+            self._turns.wait_until(lambda: not self._preparing)
+        if not self._has_begun:
+            self._begin(self._ready)
+            self._has_begun = True
+
+    def leave(self, name: str) -> None:
+        """Take note that a job is not waited for any more."""
+        self._preparing.discard(name)
 
 
 class _Progress:
@@ -315,11 +367,18 @@ class HalvingCallback(TrainerCallback):
     """Compares a job's evaluations with those of the others; it waits for theirs, and ends there if it is behind."""
 
     def __init__(
-        self, name: str, halving: Halving, stops: SweepStops, turns: Turns | None, trainer: CheckpointingTrainer
+        self,
+        name: str,
+        halving: Halving,
+        stop: JobStop,
+        give_up: Callable[[Mapping[str, int]], None],
+        turns: Turns | None,
+        trainer: CheckpointingTrainer,
     ) -> None:
         self._name = name
         self._halving = halving
-        self._stops = stops
+        self._stop = stop
+        self._give_up = give_up
         self._turns = turns
         self._trainer = trainer
 
@@ -332,9 +391,9 @@ class HalvingCallback(TrainerCallback):
         self._hear(step, state.max_steps, metrics or {})
         if self._turns is not None and self._halving.is_open(step):
             self._turns.wait_until(lambda: not self._halving.is_open(step))
-        if self._stops.jobs[self._name].halved_at is not None:
+        if self._stop.halved_at is not None:
             self._trainer.stop_here()
 
     def _hear(self, step: int, max_steps: int, metrics: Mapping[str, Any]) -> None:
         if step < max_steps:
-            _give_up(self._halving.hear(self._name, step, metrics), self._stops)
+            self._give_up(self._halving.hear(self._name, step, metrics))

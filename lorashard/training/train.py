@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from transformers import set_seed
@@ -16,7 +17,7 @@ from ..runtime.launch_env import read_launcher_env
 from ..runtime.rank_store import is_timeout
 from ..runtime.signals import StopRequest
 from .console import Console
-from .one_run import count_sequence_ranks, end_group, load_models, place_base, record_plan, train_run
+from .one_run import begin_run, count_sequence_ranks, end_group, load_models, place_base, record_plan, train_run
 from .preparing import make_hooks, read_data, set_up
 from .resume_request import check_wanted
 from .sweep import finetune_jobs
@@ -75,4 +76,4 @@ def _finetune(config: RunConfig, run: Run, stop: StopRequest, console: Console, 
     (model,), base_bytes = load_models([setup], placement, run)
     stop.check()
     engine_of(model).follow_ranks(heartbeat.describe_ranks)
-    train_run(setup, hooks, model, base_bytes, plan, end_group)
+    train_run(setup, hooks, model, base_bytes, plan, end_group, partial(begin_run, setup))

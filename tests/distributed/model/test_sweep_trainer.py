@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from transformers import Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import lorashard
-from lorashard.errors import ConfigError
+from lorashard.engine.turns import Turns
+from lorashard.errors import ConfigError, ShardError, TrainingError
+from lorashard.runtime.dist import HostGroup
+from lorashard.training.jobs import run_jobs
 from lorashard.training.one_run import free
 
 SEEDS = {"a": 3, "b": 4}
@@ -45,8 +49,12 @@ def make_rows(kind: str, shift: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def build_trainer(kind: str, name: str, model: PeftModel, folder: Path) -> Trainer:
-    """Return a job's trainer, which accumulates microbatches and evaluates while it trains."""
+def build_trainer(kind: str, name: str, model: PeftModel, folder: Path, **options: Any) -> Trainer:
+    """Return a job's trainer, which accumulates microbatches and evaluates while it trains.
+
+    Args:
+        options: further ones of its arguments.
+    """
     config_class: Any = DPOConfig if kind == "dpo" else SFTConfig
     trainer_class: Any = DPOTrainer if kind == "dpo" else SFTTrainer
     args = config_class(
@@ -64,6 +72,7 @@ def build_trainer(kind: str, name: str, model: PeftModel, folder: Path) -> Train
         seed=SEEDS[name],
         report_to="none",
         disable_tqdm=True,
+        **options,
     )
     shift = SEEDS[name]
     return trainer_class(
@@ -146,3 +155,46 @@ def test_trainers_that_share_no_base_are_refused(base, tmp_path):
         trainers = {name: build_trainer("sft", name, model, tmp_path) for name, model in models.items()}
         with pytest.raises(ConfigError, match=said):
             lorashard.SweepTrainer(trainers)
+
+
+def test_a_trainer_that_looks_for_its_batch_size_is_refused(base, tmp_path):
+    """Catches a job that begins again in the middle of a step, out of memory, while the others wait for it there."""
+    models = lorashard.load(base, adapters=make_adapters(), placement="host", dtype="float32")
+    trainers = {name: build_trainer("sft", name, model, tmp_path) for name, model in models.items()}
+    lorashard.SweepTrainer(trainers)
+    trainers["b"] = build_trainer("sft", "b", models["b"], tmp_path, auto_find_batch_size=True)
+    with pytest.raises(ConfigError, match="arguments of b: auto_find_batch_size.*per_device_train_batch_size"):
+        lorashard.SweepTrainer(trainers)
+
+
+def lose_jobs(rank: int, lost: tuple[str, str]) -> tuple[str, list[str]]:
+    """End a job early on a rank alone, or another on each; return what is said, and which steps were done."""
+    turns, done = Turns(torch.device("cpu"), shares_visits=False), []
+
+    def work(name: str) -> None:
+        for step in range(3):
+            turns.backward(torch.ones((), requires_grad=True) * 2)
+            done.append(f"{name}{step}")
+            if name == lost[rank]:
+                raise TrainingError("enough")
+
+    group = HostGroup.of_all()
+    both_fail = run_jobs(turns, {name: partial(fail, name) for name in "ab"}, group)
+    assert [type(error) for error in both_fail.values()] == [TrainingError] * 2
+    with pytest.raises(ShardError) as caught:
+        run_jobs(turns, {name: partial(work, name) for name in "ab"}, group)
+    return str(caught.value), done
+
+
+def fail(name: str) -> None:
+    raise TrainingError(name)
+
+
+@pytest.mark.parametrize("lost", [("a", "b"), ("", "a"), ("b", "")])
+def test_a_rank_that_loses_a_job_alone_does_nothing_more_of_others(lost):
+    """Catches gradients that are added to another job's: on a base that is whole on each rank nothing else compares
+    the ranks before a step's sums."""
+    found = run_ranks(lose_jobs, 2, lost)
+    for name, (said, done) in zip(lost, found, strict=True):
+        assert "the ranks have diverged" in said and ("fails: enough" in said) == bool(name)
+        assert not name or done[-1] == f"{name}0"

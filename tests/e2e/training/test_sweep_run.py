@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from helpers.finetune import LORASHARD, build_task, read_lines, read_losses, run
-from helpers.survival import count_steps, finish, is_same_adapter, kill_all, kill_when, start, train
+from helpers.survival import count_steps, finish, is_same_adapter, kill_all, kill_when, sees, start, train
 from helpers.waiting import wait_until
 
 CPU_BUDGET_S = 185  # some ten forked runs, most of several jobs
@@ -183,3 +184,20 @@ def test_a_job_that_diverges_fails_alone(task, whole):
     assert [rows[name]["state"] for name in ("few", "wild")] == ["done", "failed"] and rows["wild"]["why"]
     assert [read_status(folder)["phase"] for folder in (out / "few", out / "wild", out)] == ["done", "failed", "failed"]
     assert is_same_adapter(out / "few", whole / "few")
+
+
+@pytest.mark.slow
+def test_an_overwriting_sweep_that_is_killed_leaves_nothing_of_the_earlier_one(task, whole):
+    """Catches a job that a resume takes on from the checkpoints that it was to overwrite, since another job had begun
+    before the kill."""
+    options, out = make_sweep(task, "overwritten", JOBS), task / "overwritten"
+    for name in NAMES:
+        shutil.copytree(whole / name, out / name)
+    overwriting = {"resume": "false", "overwrite_output_dir": "true"} | options
+    process = start(task, "overwritten", last_step=0, **overwriting)
+    try:  # the first job stays in its first step, and the others would only begin after it
+        assert kill_when(process, sees(task, "overwritten_rows_0.jsonl"), "all"), (task / "overwritten.log").read_text()
+    finally:
+        kill_all(process)
+    assert list(out.glob("*/checkpoint-*")) == list(out.glob("*/adapter_model.safetensors")) == []
+    assert read_status(out)["has_begun"]

@@ -165,6 +165,7 @@ def test_what_may_differ_by_job_are_options_that_exist() -> None:
         (f"sp_size: 2\n{TWO}", "sequence_parallel_size", None, "jobs of a sweep cannot share"),
         (f"torch_compile: true\n{TWO}", "torch_compile", None, "graph alone"),
         (f"numerics: fused\n{TWO}", "numerics", None, "graph alone"),
+        (f"auto_find_batch_size: true\n{TWO}", "auto_find_batch_size", None, "per_device_train_batch_size"),
         (f"report_to: wandb\n{TWO}", "report_to", None, "one run tensorboard 'wandb'"),
         (f"report_to: [tensorboard, all]\n{TWO}", "report_to", None, "'all'"),
         (f"push_to_hub: true\nhub_model_id: me/x\n{TWO}", "hub_model_id", None, "overwrite own"),
