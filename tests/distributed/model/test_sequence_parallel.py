@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,35 @@ def test_a_quantized_base_is_shared_too():
     """Catches weights that are unpacked for one of the passes alone."""
     for far in run_ranks(compare_shared, 2, {"quantization": "nf4"}):
         assert max(far.values()) <= RELATIVE
+
+
+def compare_loaded(rank: int, folder: Path) -> tuple[float, float]:
+    """Return how far the gradients of a saved adapter, and its loss in evaluation, are from plain PEFT's."""
+    rows = make_rows("padded", 0)
+    loss, expected = take_plain(build("llama"), [rows])
+    trained, used = (
+        lorashard.load_adapter(
+            folder / "adapter",
+            str(folder / "base"),
+            dtype="float32",
+            is_trainable=is_trainable,
+            sequence_parallel_size=2,
+        )
+        for is_trainable in (True, False)
+    )
+    trained(**rows).loss.backward()
+    output = used(**rows)
+    assert output.logits is None, "the rows are not shared"
+    return measure(average(take_gradients(trained)), expected), abs(output.loss.item() - loss) / loss
+
+
+def test_a_saved_adapter_is_loaded_to_share_rows(tmp_path):
+    """Catches an option that `load_adapter` drops, and gradients of an adapter that is trained further."""
+    torch.manual_seed(0)
+    FAMILIES["llama"]().save_pretrained(tmp_path / "base")
+    build("llama").save_pretrained(tmp_path / "adapter")
+    for far in run_ranks(compare_loaded, 2, tmp_path):
+        assert max(far) <= RELATIVE
 
 
 def compare_compiled(rank: int) -> float:
