@@ -46,8 +46,9 @@ from lorashard.engine.streams import SideStream
 from lorashard.planning.probe import probe
 from lorashard.quantization.format import make_quantizer
 from lorashard.quantization.quantized_weight import QuantizedWeight
-from lorashard.runtime.dist import ShardGroup, SharedGroup
+from lorashard.runtime.dist import ShardGroup
 from lorashard.runtime.rank_store import Lookout
+from lorashard.runtime.shared_groups import SharedGroup
 
 PASSES = 2
 CHECKPOINTING = {"use_reentrant": False}

@@ -350,10 +350,10 @@ copies is not planned. Several cards all share each sequence (`sequence_parallel
 fewer are not enough: each has an eighth of the tokens, and in attention an eighth of the heads over all tokens. Beyond
 the 131,072 tokens that Llama 3.1 was made for, a plan warns.
 
-For comparison, ALST (Arctic Long Sequence Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) reports
-500,000 tokens on one H100 with 80 GB and 3.7 million on eight, measured, where all weights of an 8B model train: it
-keeps layers' inputs and the optimizer's state in the host's memory, and computes MLPs a tile of the tokens at a time,
-which these rows do without (`mlp_tile_tokens` does it)."""
+For comparison, with ALST (Arctic Long Sequence Training, [arXiv 2506.13996](https://arxiv.org/abs/2506.13996)) its
+authors report 500K tokens for Llama-8B on one H100. That is their figure for their setting, and was not tried here.
+Among other things it computes MLPs a tile of the tokens at a time, which these rows do without (`mlp_tile_tokens` does
+it)."""
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ Note [Patches]
     | base: `_set_gradient_checkpointing` | `checkpointing.py` | only some layers are recomputed |
     | config of the decoder layers: the name of its attention | `sequence_attention.py` | ranks share rows |
     | accelerate's module: `prepare_data_loader` | `loader_groups.py` | ranks that share rows are given the same |
+    | accelerate's class: `gather_for_metrics` | `loader_groups.py` | what they make of these counts once |
     | model: `save_pretrained` | `saving.py` | files say which base they belong to |
     | PEFT's module, while it saves: `safe_save_file` | `saving.py` | that is written with the file |
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..errors import ConfigError
@@ -32,6 +32,7 @@ from .sequence_collectives import exchange
 
 ROWS_ARGUMENT = "lorashard_rows"
 _PREFIX = "lorashard_sequences_"
+_SHARED_LAYERS = {"full_attention", "sliding_attention"}  # of what a config calls `layer_types`
 
 
 @dataclass
@@ -99,15 +100,52 @@ class _Chosen:
 
 
 class _LocalHeads:
-    """An attention module as an implementation sees it that computes some of its heads."""
+    """An attention module as an implementation sees it that computes some of its heads.
 
-    def __init__(self, module: nn.Module, config: _Chosen, num_key_value_groups: int) -> None:
+    Attributes:
+        sinks: [heads], of these; only where the module has some.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: _Chosen, num_key_value_groups: int, sinks: torch.Tensor | None = None
+    ) -> None:
         self._module = module
         self.config = config
         self.num_key_value_groups = num_key_value_groups
+        if sinks is not None:
+            self.sinks = sinks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def count_shared_heads(model: PreTrainedModel) -> int:
+    """Return the attention heads of a model whose ranks may share each row: as many ranks as divide them.
+
+    Raises:
+        ConfigError: its layers pass on something along the tokens that is no attention, or in a way of their own.
+    """
+    config = model.config.get_text_config()
+    found = sorted(set(getattr(config, "layer_types", None) or ()) - _SHARED_LAYERS)
+    found += ["attention in chunks"] if getattr(config, "attention_chunk_size", None) else []
+    found += [] if attends_by_name(model) else ["attention that goes not through transformers' AttentionInterface"]
+    if found:
+        raise ConfigError(
+            f"ranks cannot share a row among the heads of {type(model).__name__}",
+            option="sequence_parallel_size",
+            expected="layers of full or sliding attention",
+            found=", ".join(found),
+            fix="leave it out for this model",
+        )
+    return config.num_attention_heads
+
+
+def attends_by_name(model: nn.Module) -> bool:
+    """Tell whether attention is asked for by name. Falcon's code knows only its own kinds, any other name is eager."""
+    return any(
+        "ALL_ATTENTION_FUNCTIONS" in getattr(sys.modules.get(type(m).__module__), "__dict__", {})
+        for m in model.modules()
+    )
 
 
 def exchange_heads(config: PretrainedConfig) -> Callable[[], None]:
@@ -157,7 +195,11 @@ def _attend(
     if rows is None:
         local = _LocalHeads(module, config, query.shape[1] // key.shape[1])
         return implementation(local, query, key, value, attention_mask, **options)
-    unknown = [name for name, option in options.items() if torch.is_tensor(option) and name not in rows.arguments]
+    sinks = options.get("s_aux")
+    if sinks is not None:  # a value for each head
+        sinks = options["s_aux"] = sinks.chunk(rows.group.size)[rows.group.rank]
+    known = rows.arguments | {"s_aux"}
+    unknown = [name for name, option in options.items() if torch.is_tensor(option) and name not in known]
     if unknown:
         raise ConfigError(
             f"the attention of {type(module).__name__} takes {', '.join(unknown)}, which may belong to heads or tokens",
@@ -169,7 +211,7 @@ def _attend(
         options["position_ids"] = rows.position_ids
     query, key, value = _give_tokens(query, key, value, rows.group)
     mask = rows.find_mask(config, query, options.get("sliding_window") is not None)
-    local = _LocalHeads(module, config, query.shape[1] // key.shape[1])
+    local = _LocalHeads(module, config, query.shape[1] // key.shape[1], sinks)
     output, _ = implementation(local, query, key, value, mask, **options)
     return _give_heads(output, rows.group), None
 

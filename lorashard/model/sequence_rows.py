@@ -8,12 +8,16 @@ Note [Whole rows outside, slices inside]
 
     What is long is never whole: hidden states, and the logits. A pass with labels returns no logits. A pass without
     labels and without gradients, such as those of `generate`, is not shared: each rank computes what it is given.
+
+Note [Frequencies of long rows]
+    Some rotary embeddings (`longrope`, `dynamic`) choose their frequencies by the last position that they are given. A
+    slice's would not be that of the row, so it is added to them, and what is computed for it taken off.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +32,12 @@ from ..runtime import dist
 from ..runtime.dist import SequenceGroup
 from .loader_groups import give_rows_by_group
 from .patches import on_release
-from .sequence_attention import ROWS_ARGUMENT, SlicedRows, exchange_heads
+from .sequence_attention import ROWS_ARGUMENT, SlicedRows, count_shared_heads, exchange_heads
 from .sequence_collectives import join, sum_over
 from .stacks import find_layers, unwrap
 
 _OPTION = "sequence_parallel_size"
 _IGNORED = -100  # the label of a token that is not supervised
-_ATTENTIONS = {"full_attention", "sliding_attention"}
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 _NOT_TOKENS = ("cu_seq_lens", "max_length", "num_items_in_batch")
 _WHOLE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -61,6 +64,9 @@ def share_sequences(model: PeftModel, size: int, wait_warning_s: float) -> None:
         model.register_forward_pre_hook(passes.begin, with_kwargs=True),
         model.register_forward_hook(passes.end, with_kwargs=True),
     ]
+    for rotary in _find_adaptive_rotaries(model):
+        handles.append(rotary.register_forward_pre_hook(passes.begin_rotary, with_kwargs=True))
+        handles.append(rotary.register_forward_hook(passes.end_rotary))
     give_rows_by_group(model, size)
 
     def release() -> None:
@@ -78,7 +84,6 @@ def check_sequences(model: PeftModel, size: int) -> PretrainedConfig:
         ConfigError: the model or its adapter cannot be computed in slices of `size` ranks.
     """
     base: Any = unwrap(model)
-    config = base.config.get_text_config()
     adapter = model.active_peft_config
     if adapter.task_type != TaskType.CAUSAL_LM or adapter.is_prompt_learning:
         raise ConfigError(
@@ -88,17 +93,8 @@ def check_sequences(model: PeftModel, size: int) -> PretrainedConfig:
             found=f"{adapter.task_type} with {adapter.peft_type}",
             fix="leave it out",
         )
-    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS
-    if others or getattr(config, "attention_chunk_size", None):
-        raise ConfigError(
-            f"layers of {type(base).__name__} pass on something else than attention does along the tokens",
-            option=_OPTION,
-            expected="layers of full or sliding attention",
-            found=", ".join(sorted(others)) or "attention in chunks",
-            fix="leave it out for this model",
-        )
-    check_sequence_parallel_size(size, dist.get_world_size(), config.num_attention_heads)
-    return config
+    check_sequence_parallel_size(size, dist.get_world_size(), count_shared_heads(base))
+    return base.config.get_text_config()
 
 
 class _Passes:
@@ -108,9 +104,11 @@ class _Passes:
         self._group = group
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._layers = find_layers(model)
+        self._rows: SlicedRows | None = None  # of the forward that runs
         self._is_checked = False
 
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        self._rows = None  # that of a forward that has failed
         named = dict(zip(self._names, args, strict=False)) | kwargs
         labels, shifted = named.get("labels"), named.get("shift_labels")
         if labels is None and shifted is None and not torch.is_grad_enabled():
@@ -138,12 +136,13 @@ class _Passes:
         )
         cut = {name: self._cut(name, value, shape) for name, value in named.items()}
         cut |= {"position_ids": self._slice(positions), "attention_mask": None, "use_cache": False}
-        cut[ROWS_ARGUMENT] = rows
+        cut[ROWS_ARGUMENT] = self._rows = rows
         if shifted is not None and cut.get("num_items_in_batch") is None:
             cut["num_items_in_batch"] = (shifted != _IGNORED).sum().clamp(min=1)
         return (), cut
 
     def end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        self._rows = None
         rows: SlicedRows | None = kwargs.get(ROWS_ARGUMENT)
         if rows is None:
             return None
@@ -168,6 +167,22 @@ class _Passes:
                     fix="leave out what asks for it",
                 )
         return type(output)(**values)
+
+    def begin_rotary(self, rotary: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Add the last position of whole rows to those of a slice; see [Frequencies of long rows]."""
+        if self._rows is None:
+            return None
+        named = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        last = self._rows.position_ids[:, : self._rows.num_tokens].max()
+        positions = named["position_ids"].clamp(max=last)  # tokens that are added lie behind it
+        named["position_ids"] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], -1)
+        return (), named
+
+    def end_rotary(self, rotary: nn.Module, args: Any, output: Any) -> Any:
+        """Return what is of the slice: tensors of [..., tokens, size]."""
+        if self._rows is None:
+            return None
+        return output[..., :-1, :] if torch.is_tensor(output) else tuple(each[..., :-1, :] for each in output)
 
     def _check_rows(self, tokens: torch.Tensor) -> None:
         """Compare the rows that the group's ranks were given."""
@@ -216,6 +231,15 @@ class _Passes:
         num_added = -positions.shape[1] % self._group.size
         following = positions[:, -1:] + torch.arange(1, num_added + 1, device=positions.device)
         return torch.cat([positions, following], 1) if num_added else positions
+
+
+def _find_adaptive_rotaries(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the rotary embeddings whose frequencies depend on how long rows are."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)  # one, or by type of layer
+        kinds = types.values() if isinstance(types, dict) else [types or ""]
+        if any("dynamic" in kind or kind == "longrope" for kind in kinds):
+            yield module
 
 
 def _hash(tokens: torch.Tensor) -> int:

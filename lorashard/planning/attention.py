@@ -1,7 +1,7 @@
 """Attention while a microbatch is traced: what it is on the device, also where ranks share each sequence.
 
 There each rank has as many tokens of a sequence, and in attention it exchanges them for its part of the heads over all
-tokens, and the result back (DeepSpeed-Ulysses, Jacobs et al., 2023). Other attention cannot be shared so.
+tokens, and the result back (DeepSpeed-Ulysses, Jacobs et al., 2023).
 """
 
 from __future__ import annotations
@@ -17,22 +17,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..model.sequence_attention import attends_by_name
 from .tracker import Tracker, Work
 
 _ATTENTION_NAME = "lorashard_trace"
-# Of what a config calls `layer_types`: attention over tokens, and no state that is handed from one token to the next.
-_SHARED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-
-def count_shared_heads(model: PreTrainedModel) -> int | None:
-    """Return the attention heads of a model whose ranks may share each sequence; None where they cannot."""
-    config = model.config.get_text_config()
-    is_by_tokens = set(getattr(config, "layer_types", None) or ()) <= _SHARED_TYPES
-    # Such as sinks: a value for each head.
-    has_own = any(module._parameters for module in model.modules() if hasattr(module, "num_key_value_groups"))
-    is_shared = is_by_tokens and not has_own and _is_asked_by_name(model)
-    return getattr(config, "num_attention_heads", None) if is_shared else None
 
 
 @contextmanager
@@ -44,11 +33,11 @@ def planned_attention(
     Args:
         tracker: that is told of exchanges between ranks.
         has_mask: whether attention needs a mask.
-        sequence_parallel_size: ranks that share each sequence; above 1 `count_shared_heads` has found heads.
+        sequence_parallel_size: ranks that share each sequence; above 1 `count_shared_heads` has counted heads.
     """
     config, implementation = model.config, model.config._attn_implementation
     attend: _Attend | None = None
-    if implementation == "sdpa" and _is_asked_by_name(model):
+    if implementation == "sdpa" and attends_by_name(model):
         attend = _attend_by_sdpa(has_mask)
     elif sequence_parallel_size > 1:
         attend = _attend_eagerly
@@ -65,14 +54,6 @@ def planned_attention(
     finally:
         del ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME]
         config._attn_implementation = implementation
-
-
-def _is_asked_by_name(model: nn.Module) -> bool:
-    """Tell whether attention is asked for by name. Falcon's code knows only its own kinds, any other name is eager."""
-    return any(
-        "ALL_ATTENTION_FUNCTIONS" in getattr(sys.modules.get(type(m).__module__), "__dict__", {})
-        for m in model.modules()
-    )
 
 
 def _attend_by_sdpa(has_mask: bool) -> _Attend:
@@ -106,7 +87,10 @@ def _exchange_around(attend: _Attend, tracker: Tracker, num_ranks: int) -> _Atte
         key, value = (_repeat(tensor, query.shape[1], num_ranks) for tensor in (key, value))
         # [rows, heads, tokens / ranks, width] -> [rows, heads / ranks, tokens, width]
         query, key, value = _Exchange.apply(tracker, num_ranks, 1, 2, query, key, value)
-        heads = _SomeHeads(module, query.shape[1] // key.shape[1])
+        sinks = options.get("s_aux")
+        if sinks is not None:  # a value for each head
+            sinks = options["s_aux"] = sinks[: query.shape[1]]
+        heads = _SomeHeads(module, query.shape[1] // key.shape[1], sinks)
         output, weights = attend(heads, query, key, value, mask, **options)
         (output,) = _Exchange.apply(tracker, num_ranks, 1, 2, output)  # tokens come before heads here
         return output, weights
@@ -128,11 +112,13 @@ class _SomeHeads:
 
     Attributes:
         num_key_value_groups: query heads for each key-value head, which may be repeated.
+        sinks: [heads], of these; None where the module has none.
     """
 
-    def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
+    def __init__(self, module: nn.Module, num_key_value_groups: int, sinks: torch.Tensor | None) -> None:
         self.module = module
         self.num_key_value_groups = num_key_value_groups
+        self.sinks = sinks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)

@@ -23,6 +23,7 @@ from ..config.placement import (
 )
 from ..config.quantization_options import Quantization
 from ..errors import ConfigError
+from ..model.sequence_attention import count_shared_heads
 from ..model.stacks import find_layers, name_units
 from ..runtime import dist
 from ..runtime.dtypes import name_of
@@ -30,7 +31,6 @@ from ..runtime.progress import told_work
 from ..weights.model_folder import CONFIG_NAME
 from ..weights.stored_formats import StoredFormat, settle_quantization
 from .activations import Activations
-from .attention import count_shared_heads
 from .cautions import find_cautions
 from .choose import Plan, agree_on_plan, make_plan, name_placement
 from .costs import Workload
@@ -199,8 +199,8 @@ def _plan_shared(
     """Return the plan with as many ranks to share each sequence as are asked for, or else as few as fit.
 
     Raises:
-        ConfigError: ranks or attention heads are not divided by what is asked for; or more than one are chosen, and
-            `global_batch_size` has decided the steps of accumulation for one.
+        ConfigError: ranks or attention heads are not divided by what is asked for, or heads cannot be shared; or more
+            than one are chosen, and `global_batch_size` has decided the steps of accumulation for one.
     """
 
     def make(num_sharing: int) -> _Made:
@@ -221,20 +221,25 @@ def _plan_shared(
     is_open = asked == "auto" and training.may_share and made.plan.chosen is None
     if not (is_open and any(row.fixed_bytes < cluster.free_bytes for row in made.plan.rows)):
         return made
-    most = math.gcd(cluster.num_ranks, _count_heads(base, options) or 1)
-    for num_sharing in (number for number in range(2, most + 1) if most % number == 0):
-        made = make(num_sharing)
-        if made.plan.chosen is None:
-            continue
-        if training.is_batch_global:
-            raise ConfigError(
-                f"auto would be {num_sharing}, and the steps that global_batch_size accumulates depend on it",
-                option="sequence_parallel_size",
-                fix=f"give sequence_parallel_size: {num_sharing}",
-            )
-        reason = f"{made.plan.reason}; {_explain_sharing(training.microbatch, num_sharing)}"
-        return made._replace(plan=replace(made.plan, reason=reason))
-    return made
+    try:
+        most = math.gcd(cluster.num_ranks, _count_heads(base, options))
+    except ConfigError:  # it cannot be shared
+        return made
+    # Nothing fits fewer if not the most, and each takes seconds to trace.
+    made = make(most) if most > 1 else made
+    if made.plan.chosen is None:
+        return made
+    fewer = (make(number) for number in range(2, most) if most % number == 0)
+    made = next((one for one in fewer if one.plan.chosen is not None), made)
+    num_sharing = made.training.microbatch.sequence_parallel_size
+    if training.is_batch_global:
+        raise ConfigError(
+            f"auto would be {num_sharing}, and the steps that global_batch_size accumulates depend on it",
+            option="sequence_parallel_size",
+            fix=f"give sequence_parallel_size: {num_sharing}",
+        )
+    reason = f"{made.plan.reason}; {_explain_sharing(training.microbatch, num_sharing)}"
+    return made._replace(plan=replace(made.plan, reason=reason))
 
 
 def _explain_sharing(microbatch: Microbatch, num_sharing: int) -> str:
@@ -243,8 +248,12 @@ def _explain_sharing(microbatch: Microbatch, num_sharing: int) -> str:
     return f"sequence_parallel_size: {num_sharing}, since {what} not fit a rank with fewer"
 
 
-def _count_heads(base: BaseModel, options: PlacementOptions) -> int | None:
-    """Return the attention heads that ranks may share; None where they cannot."""
+def _count_heads(base: BaseModel, options: PlacementOptions) -> int:
+    """Return the attention heads that ranks may share.
+
+    Raises:
+        ConfigError: they cannot.
+    """
     return count_shared_heads(base.build(options.unit_paths).get_base_model())
 
 

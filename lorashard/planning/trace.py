@@ -24,11 +24,12 @@ from ..model.adapters import base_test
 from ..model.lora_linear import spare_lora_steps
 from ..model.micro_batching import split_layers
 from ..model.quantizing import quantize_structure
+from ..model.sequence_attention import count_shared_heads
 from ..model.stacks import find_decoder_stack
 from ..model.tiled_mlp import tile_mlps
 from ..model.units import find_structure
 from .activations import Activations
-from .attention import count_shared_heads, planned_attention
+from .attention import planned_attention
 from .fused_head import fused_loss
 from .tracker import Tracker, Unpacking, Work
 from .unpacking import measure_unpacking
@@ -138,13 +139,8 @@ def trace(model: PeftModel, microbatch: Microbatch, quantization: Quantization |
         ConfigError: the model's code reads values of tensors, so that it cannot run without them; or ranks are to share
             each sequence, and cannot share its attention.
     """
-    if microbatch.sequence_parallel_size > 1 and count_shared_heads(model.get_base_model()) is None:
-        raise ConfigError(
-            f"the attention of {type(model.get_base_model()).__name__} cannot be shared by heads",
-            option="sequence_parallel_size",
-            expected="auto or 1",
-            found=microbatch.sequence_parallel_size,
-        )
+    if microbatch.sequence_parallel_size > 1:
+        count_shared_heads(model.get_base_model())
     path, stack = find_decoder_stack(model)
     layers = list(stack)
     _enable_checkpointing(model, microbatch)

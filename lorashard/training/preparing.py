@@ -134,7 +134,6 @@ def make_hooks(
         enter=lambda phase, step: run.status.enter(phase, step=step),
         wait_warning_s=config.wait_warning_s,
         describe_ranks=describe_ranks,
-        num_sequence_ranks=num_sequence_ranks,
     )
 
 

@@ -55,7 +55,6 @@ class RunHooks:
         enter: hears of the phase that the trainer comes to, and the step.
         wait_warning_s: how long a rank waits for others at the end of a step before it says where they are.
         describe_ranks: what else is known of them.
-        num_sequence_ranks: ranks that share each row.
     """
 
     stop: StopLike
@@ -68,7 +67,6 @@ class RunHooks:
     enter: Callable[[Literal["evaluate", "save"], int], None]
     wait_warning_s: float = dist.WAIT_WARNING_S
     describe_ranks: Callable[[], str] = lambda: ""
-    num_sequence_ranks: int = 1
 
 
 class CheckpointingTrainer(FiniteTrainer):
@@ -89,7 +87,6 @@ class CheckpointingTrainer(FiniteTrainer):
         self._sampler: _EpochSampler | None = None
         self._best: _Best | None = None  # the one that is on the disk
         super().__init__(*args, nonfinite=hooks.nonfinite, **kwargs)
-        self._tp_size = hooks.num_sequence_ranks  # TRL's name for ranks with the same rows, whose tokens count once
         # Rotation is ours: the trainer's deletes in place, and at the end of the training even the newest.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
 

@@ -132,9 +132,9 @@ MUTANTS: dict[str, Mutant] = {
         "ranks of a group put one another's parts at the wrong places",
     ),
     "groups across nodes": Mutant(
-        "lorashard/runtime/dist.py",
+        "lorashard/runtime/shared_groups.py",
         "ranks = list(range(begin, begin + size))",
-        "ranks = list(range(begin // size, get_world_size(), get_world_size() // size))",
+        "ranks = list(range(begin // size, dist.get_world_size(), dist.get_world_size() // size))",
         "the ranks that share a base are those of different nodes",
         ("tests/distributed/engine/test_costs.py", "-k", "hybrid"),
     ),

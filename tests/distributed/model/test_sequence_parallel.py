@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ from transformers import (
     FalconForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -41,6 +46,7 @@ SIZES: dict[str, Any] = dict(
     head_dim=8,
     pad_token_id=0,
 )
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, **more)),
     "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES, **more)),
@@ -52,8 +58,23 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "mixtral": lambda **more: MixtralForCausalLM(
         MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, **more)
     ),
+    "gpt-oss": lambda **more: GptOssForCausalLM(
+        GptOssConfig(
+            **SIZES,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            **more,
+        )
+    ),
+    "phi3": lambda **more: Phi3ForCausalLM(  # whose rows of more than 8 tokens have other frequencies
+        Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=8, **more)
+    ),
 }
+ATTENTIONS = {"gpt-oss": "eager"}  # whose sinks no other takes on a CPU
 ROWS = ("whole", "padded", "packed")
+KINDS = {"gpt-oss": ("whole", "padded")}  # in transformers' own mask for it, packed sequences see each other
 RELATIVE = 1e-6  # of a gradient's norm, in float32
 
 
@@ -109,7 +130,7 @@ def compare(rank: int, size: int, family: str, attention: str, **options: Any) -
     set_checkpointing(shared, checkpointing)
     shared = lorashard.shard(shared, sequence_parallel_size=size, **options)
     far = {}
-    for kind in ROWS:
+    for kind in KINDS.get(family, ROWS):
         groups = [make_rows(kind, seed) for seed in range(num_groups)]
         loss, expected = take_plain(plain, groups)
         output = shared(**groups[group])
@@ -132,7 +153,7 @@ def compare_all(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> dict[s
 @pytest.mark.parametrize(
     ("world_size", "size", "families"),
     [
-        pytest.param(2, 2, ["llama", "gemma3"], id="2"),
+        pytest.param(2, 2, ["llama", "gemma3", "gpt-oss", "phi3"], id="2"),
         pytest.param(4, 4, ["llama"], id="4"),
         pytest.param(2, 2, ["qwen3", "mixtral"], id="2, other families", marks=pytest.mark.slow),
         pytest.param(4, 4, ["gemma3"], id="4, windows", marks=pytest.mark.slow),
@@ -140,8 +161,8 @@ def compare_all(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> dict[s
     ],
 )
 def test_every_gradient_is_that_of_whole_rows(world_size, size, families):
-    """Catches wrong positions, labels, masks, windows or weights of slices, and heads that go to the wrong rank."""
-    cases = [{"family": family, "attention": "sdpa"} for family in families]
+    """Catches wrong positions, labels, masks, windows or weights of slices, and heads or sinks of the wrong rank."""
+    cases = [{"family": family, "attention": ATTENTIONS.get(family, "sdpa")} for family in families]
     for found in run_ranks(compare_all, world_size, size, cases):
         assert {name: far for name, far in found.items() if max(far) > RELATIVE} == {}
 
@@ -177,6 +198,35 @@ def test_a_quantized_base_is_shared_too():
     """Catches weights that are unpacked for one of the passes alone."""
     for far in run_ranks(compare_shared, 2, {"quantization": "nf4"}):
         assert max(far.values()) <= RELATIVE
+
+
+def compare_loaded(rank: int, folder: Path) -> tuple[float, float]:
+    """Return how far the gradients of a saved adapter, and its loss in evaluation, are from plain PEFT's."""
+    rows = make_rows("padded", 0)
+    loss, expected = take_plain(build("llama"), [rows])
+    trained, used = (
+        lorashard.load_adapter(
+            folder / "adapter",
+            str(folder / "base"),
+            dtype="float32",
+            is_trainable=is_trainable,
+            sequence_parallel_size=2,
+        )
+        for is_trainable in (True, False)
+    )
+    trained(**rows).loss.backward()
+    output = used(**rows)
+    assert output.logits is None, "the rows are not shared"
+    return measure(average(take_gradients(trained)), expected), abs(output.loss.item() - loss) / loss
+
+
+def test_a_saved_adapter_is_loaded_to_share_rows(tmp_path):
+    """Catches an option that `load_adapter` drops, and gradients of an adapter that is trained further."""
+    torch.manual_seed(0)
+    FAMILIES["llama"]().save_pretrained(tmp_path / "base")
+    build("llama").save_pretrained(tmp_path / "adapter")
+    for far in run_ranks(compare_loaded, 2, tmp_path):
+        assert max(far) <= RELATIVE
 
 
 def compare_compiled(rank: int) -> float:
@@ -241,6 +291,13 @@ def build_falcon() -> PeftModel:
     return get_peft_model(FalconForCausalLM(config), lora)
 
 
+def build_other_layer() -> PeftModel:
+    """Return a model one of whose layers has no attention that goes through transformers' interface."""
+    model = build("llama")
+    model.get_base_model().model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    return model
+
+
 def build_prefix() -> PeftModel:
     return get_peft_model(FAMILIES["llama"](), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
 
@@ -251,9 +308,10 @@ def build_prefix() -> PeftModel:
         (lambda: build("llama"), [0, 1], ["different rows", "hash"]),
         (lambda: build("llama"), [0, 0, 0], ["4 attention heads", "found 3"]),
         (build_prefix, [0, 0], ["virtual tokens"]),
-        (build_falcon, [0, 0], ["decoder layers [0, 1]", "attention"]),
+        (build_falcon, [0, 0], ["FalconForCausalLM", "AttentionInterface"]),
+        (build_other_layer, [0, 0], ["decoder layers [1]", "attention"]),
     ],
-    ids=["rows", "heads", "prompt", "attention"],
+    ids=["rows", "heads", "prompt", "attention", "layer"],
 )
 def test_what_cannot_be_shared_is_refused(make, seeds, words):
     """Catches silent nonsense: tokens of other rows, heads that do not divide, attention that sees slices."""

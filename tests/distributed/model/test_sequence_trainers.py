@@ -8,10 +8,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.bases import save_base
 from helpers.forked_ranks import run_ranks
 from helpers.words import make_tokenizer
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from torch.utils.data import DataLoader
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 import lorashard
@@ -23,6 +25,18 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "dpo": (DPOTrainer, DPOConfig),
     "kto": (KTOTrainer, KTOConfig),
 }
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "num_tokens",
+    "entropy",
+    "mean_token_accuracy",
+    "rewards/margins",
+    "logps/chosen",
+    "eval_loss",
+    "eval_entropy",
+    "eval_mean_token_accuracy",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +58,16 @@ def make_rows(kind: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
+def load(base: str, size: int) -> PeftModel:
+    torch.manual_seed(7)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return lorashard.load(base, lora, "shard", dtype="float32", sequence_parallel_size=size)
+
+
 def train(rank: int, base: str, kind: str, size: int, num_rows: int, folder: Path) -> dict[str, list[float]]:
     """Return what a trainer logs, by name."""
     trainer_class, config_class = TRAINERS[kind]
-    torch.manual_seed(7)
-    model = lorashard.load(
-        base,
-        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-        "shard",
-        dtype="float32",
-        sequence_parallel_size=size,
-    )
+    model = load(base, size)
     args = config_class(
         output_dir=str(folder),
         use_cpu=True,
@@ -77,13 +90,12 @@ def train(rank: int, base: str, kind: str, size: int, num_rows: int, folder: Pat
         model=model,
         args=args,
         train_dataset=rows,
-        eval_dataset=rows.select(range(4)),
+        eval_dataset=rows.select(range(5)),  # the last batch is part-filled
         processing_class=make_tokenizer(),
     )
     trainer.train()
-    names = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "rewards/margins", "logps/chosen")
     history = trainer.state.log_history
-    return {name: [line[name] for line in history if name in line] for name in names}
+    return {name: [line[name] for line in history if name in line] for name in COMPARED}
 
 
 @pytest.mark.parametrize(
@@ -99,8 +111,25 @@ def test_curves_are_those_of_one_rank(kind, base, tmp_path):
 
 
 def test_groups_share_the_batch(base, tmp_path):
-    """Catches ranks that count as data-parallel where they share a row: 2 groups of 2 ranks train as one of 4 rows."""
-    [alone] = run_ranks(train, 1, base, "sft", 1, 4, tmp_path / "alone")
+    """Catches ranks that count as data-parallel where they share a row: 2 groups of 2 ranks train and evaluate as 2."""
+    [alone, _] = run_ranks(train, 2, base, "sft", 1, 2, tmp_path / "alone")
     for shared in run_ranks(train, 4, base, "sft", 2, 2, tmp_path / "shared"):
-        for name in ("loss", "grad_norm"):
-            assert shared[name] == pytest.approx(alone[name], rel=TOLERANCE), name
+        for name, values in alone.items():
+            assert shared[name] == pytest.approx(values, rel=TOLERANCE), name
+
+
+def gather_rows(rank: int, base: str) -> tuple[list[int], list[str]]:
+    model = load(base, 2)
+    accelerator = Accelerator(cpu=True)
+    numbers, words = [], []
+    for batch in accelerator.prepare(DataLoader(range(5), batch_size=2)):
+        numbers += accelerator.gather_for_metrics(batch).tolist()
+        words += accelerator.gather_for_metrics([str(number) for number in batch.tolist()])
+    del model
+    return numbers, words
+
+
+def test_gathered_metrics_are_of_each_row_once(base):
+    """Catches copies that a group's ranks have of a row's values, and rows that are cut off in their place."""
+    for numbers, words in run_ranks(gather_rows, 4, base):
+        assert numbers == [*range(5)] and words == ["0", "1", "2", "3", "4"]

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers.planning import LORA, build_meta, build_sized
-from peft import LoraConfig
-from transformers import FalconConfig, FalconForCausalLM, GptOssConfig, GptOssForCausalLM
+from peft import LoraConfig, PeftModel
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 from lorashard.config.methods import METHODS
 from lorashard.config.placement import PlacementOptions, ResolvedPlacement
 from lorashard.config.run_config import RunConfig
 from lorashard.errors import ConfigError
+from lorashard.planning import auto
 from lorashard.planning.auto import BaseModel, Training, plan_training
 from lorashard.planning.choose import Plan, name_placement
 from lorashard.planning.costs import compute_seconds, exchange_seconds
@@ -26,6 +35,8 @@ from lorashard.planning.tracker import Work
 HEADS, KV_HEADS, WIDTH, TOKENS = 8, 2, 16, 512
 ONE_ROW = Microbatch(1, TOKENS, "cpu", is_autocast=False)
 GPU = find_gpu_type("l4")
+SIZES = dict(vocab_size=96, num_hidden_layers=1, hidden_size=64, num_attention_heads=4)
+EXPERTS = dict(num_key_value_heads=2, head_dim=16, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1)
 
 
 def build(**sizes):
@@ -71,15 +82,28 @@ def test_scores_and_masks_are_those_of_all_tokens():
 
 
 def test_attention_that_is_no_exchange_of_heads_is_not_shared():
-    """Catches a model that is planned for ranks which could never share it: code with attention of its own, and a value
-    for each head beside the weights."""
-    sizes = dict(vocab_size=96, num_hidden_layers=1, hidden_size=64, num_attention_heads=4)
-    experts = dict(num_key_value_heads=2, head_dim=16, intermediate_size=32, num_local_experts=2)
-    for model in (FalconForCausalLM(FalconConfig(**sizes)), GptOssForCausalLM(GptOssConfig(**sizes, **experts))):
-        with pytest.raises(ConfigError, match="sequence_parallel_size: .* expected auto or 1, found 2"):
+    """Catches a model that is planned for ranks which could never share it: code with attention of its own, and places
+    that are counted within what a rank has."""
+    llama4 = Llama4TextConfig(**SIZES, **EXPERTS, intermediate_size_mlp=32)
+    for model, found in (
+        (FalconForCausalLM(FalconConfig(**SIZES)), "AttentionInterface"),
+        (Llama4ForCausalLM(llama4), "chunked_attention, attention in chunks"),
+    ):
+        with pytest.raises(ConfigError, match=f"sequence_parallel_size: .* expected .*, found .*{found}; leave it out"):
             trace(
                 build_meta(model, target_modules=".*proj|.*query_key_value"), replace(ONE_ROW, sequence_parallel_size=2)
             )
+
+
+def test_sinks_are_exchanged_with_their_heads():
+    """Catches eager attention that is planned with the sinks of all heads, which a rank's part of these cannot take."""
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, attn_implementation="eager")).bfloat16()
+    alone, shared = (
+        trace(build_meta(model, target_modules=".*proj"), replace(ONE_ROW, sequence_parallel_size=size))
+        for size in (1, 2)
+    )
+    assert shared.forward[0].num_exchanges == 2
+    assert shared.forward[0].flops == pytest.approx(alone.forward[0].flops / 2, rel=0.05)
 
 
 def test_exchanges_take_time_inside_and_between_nodes():
@@ -131,6 +155,21 @@ def test_as_few_ranks_share_a_sequence_as_it_takes(base):
         plan(base, needed[1] - 1, is_batch_global=True)
     assert error.value.option == "sequence_parallel_size" and error.value.fix == "give sequence_parallel_size: 2"
     assert plan(base, needed[1], is_batch_global=True).chosen is not None
+
+
+def test_what_no_number_of_ranks_makes_fit_takes_one_trace_more(base, monkeypatch):
+    """Catches a refusal that comes after a trace of each number of ranks, and one that does not name the last."""
+    most = plan(base, 2**40, num_ranks=8, options={"sequence_parallel_size": 8})
+    traced = []
+
+    def count(model: PeftModel, microbatch: Microbatch, *options: Any) -> Any:
+        traced.append(microbatch.sequence_parallel_size)
+        return trace(model, microbatch, *options)
+
+    monkeypatch.setattr(auto, "trace", count)
+    refused = plan(base, min(row.peak_bytes for row in most.rows) - 1, num_ranks=8)
+    assert refused.chosen is None and "sequence_parallel_size 8 needs least" in refused.reason
+    assert set(traced) <= {1, 8}
 
 
 def test_a_number_that_heads_are_not_divided_by_is_refused(base):
