@@ -98,9 +98,8 @@ def train(rank: int, base: str, kind: str, size: int, num_rows: int, folder: Pat
     return {name: [line[name] for line in history if name in line] for name in COMPARED}
 
 
-@pytest.mark.parametrize(
-    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft", "packed sft", "kto"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "packed sft", "dpo", "kto"])
 def test_curves_are_those_of_one_rank(kind, base, tmp_path):
     """Catches loaders that give a group's ranks other rows, and losses that count rows or tokens twice."""
     [alone] = run_ranks(train, 1, base, kind, 1, 2, tmp_path / "alone")

@@ -28,7 +28,8 @@ def measure(rank: int, size: int, tiles: int | None) -> int:
     return measure_peak(step)
 
 
-@pytest.mark.parametrize(("size", "tiles"), [(2, 64), pytest.param(4, None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "tiles"), [(2, 64), (4, None)])
 def test_a_rank_takes_what_the_plan_foretells(size, tiles):
     """Catches activations of whole rows on a rank, buffers of the exchange that outlive it, and a plan of neither."""
     microbatch = Microbatch(1, TOKENS, "cpu", is_autocast=False, sequence_parallel_size=size, tile_tokens=tiles)

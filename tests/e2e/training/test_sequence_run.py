@@ -64,6 +64,7 @@ def test_what_it_leaves_is_an_adapter_like_any_other(alone, shared):
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_a_row(task, alone, shared):
     """Catches facts of a checkpoint, and places in the data, that count ranks where groups count."""
     shutil.copytree(shared, task / "resumed")
