@@ -111,7 +111,8 @@ def summarize(form: Form, told: Sequence[Finding] = (), is_waiting: bool = False
     name = f"The run will be named {form.name}."
     if form.jobs:
         more = f", and {len(form.jobs) - _MOST_JOBS} more" if len(form.jobs) > _MOST_JOBS else ""
-        name = f"{len(form.jobs)} jobs: {', '.join(form.jobs[:_MOST_JOBS])}{more}. The sweep will be named {form.name}."
+        jobs = ", ".join(job.name for job in form.jobs[:_MOST_JOBS])
+        name = f"{len(form.jobs)} jobs: {jobs}{more}. The sweep will be named {form.name}."
     if problems:
         return _list("\u2715 Fix these first:", problems, "error")
     if form.missing:
