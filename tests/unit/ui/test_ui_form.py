@@ -11,7 +11,7 @@ import pytest
 from lorashard.config.methods import METHODS
 from lorashard.config.options import read_command_line
 from lorashard.config.run_config import RunConfig, read_known_options
-from lorashard.config.sweep import read_jobs
+from lorashard.config.sweep import list_data, read_jobs
 from lorashard.config.use_options import MergeOptions
 from lorashard.errors import ConfigError
 from lorashard.runtime.devices import count_cores
@@ -20,7 +20,7 @@ from lorashard_ui.form import form
 from lorashard_ui.form.exporting import AS_TRAINED, MERGED_BASES
 from lorashard_ui.form.form import BASIC, MORE, NAME
 from lorashard_ui.form.paths import Allowed
-from lorashard_ui.pages.new_run_updates import summarize
+from lorashard_ui.pages.new_run_updates import ask_preview, summarize
 
 
 @pytest.fixture
@@ -97,6 +97,25 @@ def test_a_sweep_needs_a_dataset_for_each_job(read):
     assert "dataset: has to be given" in str(found.problems[MORE]) and "job b" in str(found.problems[MORE])
     alone = read(dataset="", **{MORE: jobs % ", dataset: files/rows.jsonl"})
     assert alone.problems == {} and alone.missing == ()
+
+
+def test_the_first_examples_are_those_of_every_job(read, tmp_path):
+    """Catches a preview that asks for a dataset where each job has its own, and one made anew for an option that
+    changes no example."""
+    (tmp_path / "files/more.jsonl").write_text("{}\n")
+    jobs = "sweep: {jobs: [{name: a, dataset: files/rows.jsonl}, {name: b, dataset: files/more.jsonl, lora_r: %d}]}"
+
+    def ask(**texts: str) -> list[str]:
+        asked = ask_preview(read(**texts))
+        assert asked is not None
+        return asked[1]
+
+    words = ask(dataset="", more=f"{jobs % 4}\nmax_steps: 3")
+    runs = list_data(RunConfig.resolve(None, words, required=()))
+    assert {name: run.dataset for name, run in runs.items()} == {"a": "files/rows.jsonl", "b": "files/more.jsonl"}
+    assert ask(dataset="", more=f"{jobs % 8}\nmax_steps: 30") == words
+    assert ask(lora_r="8, 16") == ask(lora_r="8") == ask()
+    assert ask_preview(read(lora_r="8, 16", dataset="")) is None
 
 
 def test_a_copied_sweep_has_its_grid_in_the_fields(read, tmp_path):
