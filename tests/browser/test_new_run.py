@@ -230,9 +230,18 @@ def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
     run.mkdir()
     (run / "config.yaml").write_text(
         f"model_name_or_path: {BASE}\ndataset: {ROWS}\nlora_r: 7\noutput_dir: x\nlora_alpha: 32\n"
+        "sweep: {grid: {learning_rate: [1e-3, 2e-3], use_dora: [true, false]}}\n"
     )
     open_page(page, "new?from=earlier%20run")
     expect(find_input(page, "lora_r")).to_have_value("7")
+    expect(find_input(page, "learning_rate")).to_have_value("1e-3, 2e-3")
+    expect(find_input(page, "use_dora")).to_have_value("true, false")
+    expect(page.locator("#problems")).to_contain_text("4 jobs")
+    type_in(page, "use_dora", "true")
+    expect(page.locator("#problems")).to_contain_text("2 jobs")
+    type_in(page, "use_dora", "false, true")
+    type_in(page, "learning_rate", "1, 2, 3")
+    expect(page.locator("#problems")).to_contain_text("6 jobs")
     expect(page.locator("#problems")).to_contain_text("named base-train")
     assert "output_dir" not in read_code(page, "yaml") and "lora_alpha" not in read_code(page, "yaml")
     open_page(page, "new?from=../../etc")

@@ -20,7 +20,7 @@ from lorashard_ui.form import form
 from lorashard_ui.form.exporting import AS_TRAINED, MERGED_BASES
 from lorashard_ui.form.form import BASIC, MORE, NAME
 from lorashard_ui.form.paths import Allowed
-from lorashard_ui.pages.new_run_updates import ask_preview, summarize
+from lorashard_ui.pages.new_run_updates import ask_plan, ask_preview, list_others, summarize
 
 
 @pytest.fixture
@@ -116,6 +116,12 @@ def test_the_first_examples_are_those_of_every_job(read, tmp_path):
     assert ask(dataset="", more=f"{jobs % 8}\nmax_steps: 30") == words
     assert ask(lora_r="8, 16") == ask(lora_r="8") == ask()
     assert ask_preview(read(lora_r="8, 16", dataset="")) is None
+
+
+def test_a_plan_asks_for_no_dataset(read):
+    """Catches a plan that waits for a dataset, or tells to give --epoch_tokens, which the form has not."""
+    asked = ask_plan(read())
+    assert asked is not None and "--dataset" not in asked and ask_plan(read(dataset="")) == asked
 
 
 def test_a_copied_sweep_has_its_grid_in_the_fields(read, tmp_path):
@@ -351,7 +357,8 @@ def test_what_a_merge_offers_is_what_the_command_takes():
 
 
 def test_every_option_describes_itself():
-    """Catches an option in the form without a word of what it is for, and one that would be refused."""
+    """Catches an option in the form without a word of what it is for, one that would be refused, and one that the
+    search over all of them does not find."""
     for method in METHODS.values():
         options = form.list_choosable(method)
         assert not options.keys() & {"deepspeed", "hub_token", "output_dir", "use_cpu", "do_train"}
@@ -359,5 +366,7 @@ def test_every_option_describes_itself():
             default, text = form.describe_option(option, method)
             assert len(text) > 10, name
             assert isinstance(default, str)
+        found = {name for _, name in list_others(method.name)}
+        assert found == options.keys() - {"gpus"} and {"dtype", "placement", "lora_dropout"} <= found
     learning_rate = read_known_options(METHODS["dpo"])["learning_rate"]
     assert form.describe_option(learning_rate, METHODS["dpo"])[0] == "1e-05"
