@@ -234,7 +234,7 @@ def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
     )
     open_page(page, "new?from=earlier%20run")
     expect(find_input(page, "lora_r")).to_have_value("7")
-    expect(find_input(page, "learning_rate")).to_have_value("1e-3, 2e-3")
+    expect(find_input(page, "learning_rate")).to_have_value("0.001, 0.002")
     expect(find_input(page, "use_dora")).to_have_value("true, false")
     expect(page.locator("#problems")).to_contain_text("4 jobs")
     type_in(page, "use_dora", "true")
