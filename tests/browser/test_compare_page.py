@@ -31,6 +31,7 @@ def test_two_runs_are_compared(page, ui_server, add_demo_run):
     assert "Traceback" not in ui_server.log_path.read_text()[begin:]
 
     open_page(page, "compare?runs=slow,fast")
+    expect(page).to_have_title("Compare slow, fast - lorashard")
     page.wait_for_function(_IS_DRAWN)
     assert set(page.evaluate(_NAMES)) == {"slow", "fast"}
     rows = page.get_by_role("region", name="Options that differ").locator("tbody tr")
