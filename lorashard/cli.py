@@ -142,14 +142,9 @@ def _preview(
 
     run_config = RunConfig.resolve(config, ctx.args, required=("model_name_or_path", "dataset"))
     with quick_imports():
-        from .data.preview import preview, render_preview
-        from .data.tokenizer import load_tokenizer
-        from .data.trl_tokens import fill_trainer_options
+        from .data.preview import preview_run, render_preview
 
-    method, trainer_options = run_config.trl_method, fill_trainer_options(run_config)
-    tokenizer = load_tokenizer(**run_config.tokenizer_options())
-    rows = preview(run_config.data_options(), tokenizer, num_rows, method, trainer_options)
-    print(render_preview(rows, color=sys.stdout.isatty()))
+    print(render_preview(preview_run(run_config, num_rows), color=sys.stdout.isatty()))
     return 0
 
 
@@ -216,16 +211,17 @@ def _plan(
     with quick_imports():
         from .planning.run_plan import forecast
 
-    first = next(
-        (job.config for job in read_jobs(run_config)), run_config
-    )  # of a sweep, whose jobs may have other data
-    is_here = bool(first.dataset) and Path(first.dataset).expanduser().exists()
+    names = {job.config.dataset for job in read_jobs(run_config)} or {run_config.dataset}
+    is_here = all(name and Path(name).expanduser().exists() for name in names)
     planned = run_config.model_copy(update={"dataset": ""}) if is_here else run_config
     plan, cluster = forecast(planned, hardware, epoch_tokens=epoch_tokens)
     found = None
     if is_here:
+        from .data.survey import survey_run
+        from .planning.estimate import estimate
+
         try:
-            found = _estimate(run_config, first, plan, hardware)
+            found = dataclasses.asdict(estimate(run_config, survey_run(run_config), plan, hardware))
         except UserError as error:  # the plan holds for other data too
             plan = dataclasses.replace(plan, notes=(*plan.notes, f"the dataset is not counted: {error}"))
     if as_json:
@@ -238,22 +234,6 @@ def _plan(
     if found:
         print(f"\n{render_estimate(found)}")
     return 0
-
-
-def _estimate(config: Any, first: Any, plan: Any, hardware: Any) -> dict[str, Any]:
-    """Return what a run on a dataset of this machine is expected to take, from some of its examples.
-
-    Args:
-        first: of a sweep the first job, whose data is looked at; else the run itself.
-    """
-    from .data.survey import survey
-    from .data.tokenizer import load_tokenizer
-    from .data.trl_tokens import fill_trainer_options
-    from .planning.estimate import estimate
-
-    tokenizer = load_tokenizer(**first.tokenizer_options())
-    found = survey(first.data_options(), tokenizer, first.trl_method, fill_trainer_options(first))
-    return dataclasses.asdict(estimate(config, found, plan, hardware))
 
 
 def _run_in_ranks(ctx: typer.Context) -> int:

@@ -158,6 +158,23 @@ def check_datasets(jobs: Sequence[Job]) -> None:
             raise ConfigError("has to be given", option="dataset", where=f"job {job.name}", fix=fix)
 
 
+def list_data(config: RunConfig) -> dict[str, RunConfig]:
+    """Return a run for each of the datasets that a sweep's jobs train on, by the name of the first job on it.
+
+    Of a run that is no sweep, that run, by an empty name. The order in which examples come is left aside.
+
+    Raises:
+        ConfigError: As for `read_jobs`, or a job has no dataset.
+    """
+    jobs = read_jobs(config)
+    check_datasets(jobs)
+    found: dict[str, tuple[str, RunConfig]] = {}
+    for job in jobs:
+        options = job.config.data_options().model_dump(exclude={"seed"})
+        found.setdefault(repr(options), (job.name, job.config))
+    return dict(found.values()) if found else {"": config}
+
+
 def read_stop(config: RunConfig) -> SweepStop | None:
     """Return when jobs of a sweep are given up; None where all run to their end.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -13,10 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.data_options import DataOptions
 from ..config.methods import METHODS, Method
+from ..config.run_config import RunConfig
+from ..config.sweep import list_data, named_in_errors
 from .encode import IGNORED_LABEL, Encoding, encode_source
 from .sources import BadRow, open_source
+from .tokenizer import load_tokenizer
 from .trl_rows import open_rows, tabulate
-from .trl_tokens import SUPERVISED, TrlSequence, tokenize_rows
+from .trl_tokens import SUPERVISED, TrlSequence, fill_trainer_options, tokenize_rows
 from .visible import show_unseen
 
 _SUPERVISED_COLOR, _CONTEXT_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -50,6 +54,27 @@ class PreviewRow:
     mask_method: str
     sequences: list[PreviewSequence]
     problem: str | None
+
+
+def preview_run(config: RunConfig, num_rows: int = 3, max_tokens: int | None = None) -> list[PreviewRow]:
+    """Tokenize the first rows of a run's dataset; of a sweep's datasets, some of each, told of which job.
+
+    Args:
+        num_rows: of all datasets together: the last ones are left out where there are more than that.
+        max_tokens: as for `preview`.
+
+    Raises:
+        DataError, ConfigError: as for `preview` and `list_data`; of a sweep, with the job's name.
+    """
+    runs = dict(islice(list_data(config).items(), num_rows))
+    tokenizer, options = load_tokenizer(**config.tokenizer_options()), fill_trainer_options(config)
+    shown: list[PreviewRow] = []
+    for number, (job, run) in enumerate(runs.items()):
+        num_here = num_rows // len(runs) + (number < num_rows % len(runs))
+        with named_in_errors(job) if job else nullcontext():
+            rows = preview(run.data_options(), tokenizer, num_here, run.trl_method, options, max_tokens)
+        shown += [replace(row, place=f"{row.place}, job {job}") for row in rows] if len(runs) > 1 else rows
+    return shown
 
 
 def preview(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -14,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.data_options import DataOptions
 from ..config.methods import Method
+from ..config.run_config import RunConfig
+from ..config.sweep import list_data, named_in_errors
 from ..errors import DataError
 from .encode import IGNORED_LABEL, Encoding, encode_source
 from .prepare import Prepared
 from .sources import BadRow, Row, Source, open_source
+from .tokenizer import load_tokenizer
 from .trl_rows import open_rows, tabulate
-from .trl_tokens import tokenize_rows, without_bars
+from .trl_tokens import fill_trainer_options, tokenize_rows, without_bars
 
 _LONGEST_S = 2.0
 _NONE = "none of its first rows can be trained on"
@@ -41,6 +45,8 @@ class Survey:
         num_counted: examples whose tokens were counted; the others are taken to be like them.
         is_complete: whether these are all.
         lengths: tokens of the longest sequence of each counted example, or of each packed sequence.
+        job: the first job of a sweep that trains on this, where others train on other data; empty otherwise.
+        num_datasets: that the jobs of a sweep train on.
     """
 
     num_examples: int | None
@@ -50,6 +56,36 @@ class Survey:
     num_counted: int
     is_complete: bool
     lengths: tuple[int, ...]
+    job: str = ""
+    num_datasets: int = 1
+
+
+def survey_run(config: RunConfig, longest_s: float = _LONGEST_S) -> Survey:
+    """Return what an epoch of a run consists of; of a sweep's datasets, that of the one that `choose_longest` takes.
+
+    Args:
+        longest_s: as for `survey`, of all datasets together.
+
+    Raises:
+        DataError, ConfigError: as for `survey` and `list_data`; of a sweep, with the job's name.
+    """
+    runs = list_data(config)
+    tokenizer, options = load_tokenizer(**config.tokenizer_options()), fill_trainer_options(config)
+    found = {}
+    for job, run in runs.items():
+        with named_in_errors(job) if job else nullcontext():
+            found[job] = survey(run.data_options(), tokenizer, run.trl_method, options, longest_s / len(runs))
+    return choose_longest(found)
+
+
+def choose_longest(surveys: Mapping[str, Survey]) -> Survey:
+    """Return, of a sweep's datasets, the one whose sequences are the longest on average, which take the longest.
+
+    Args:
+        surveys: by the name of a job; the only one of a run, or of jobs that share their data, by any name.
+    """
+    job, found = max(surveys.items(), key=lambda item: sum(item[1].lengths) / len(item[1].lengths))
+    return replace(found, job=job, num_datasets=len(surveys)) if len(surveys) > 1 else found
 
 
 def survey(

@@ -6,7 +6,7 @@ No weights are read. What options alone decide is told before torch is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..config.initialization import is_derived
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
-from ..config.sweep import ADAPTER_JOB_OPTIONS, Job, named_in_errors, read_jobs
+from ..config.sweep import ADAPTER_JOB_OPTIONS, Job, list_data, named_in_errors, read_jobs
 from ..errors import CheckpointError
 from ..launch.checks import check_data, check_options
 from ..launch.launcher import check_output_dir
@@ -75,16 +75,18 @@ def validate(config: RunConfig) -> Iterator[str]:
         prepared = yield from _check_jobs(jobs, tokenizer)
     else:
         yield f"adapter: {_describe_adapter(config)}"
-        prepared = prepare(config.data_options(), tokenizer, method=config.trl_method)
-        yield f"dataset: {prepared.report.summary()}"
-    if prepared.eval_report is not None:
-        yield f"eval_dataset: {prepared.eval_report.summary()}"
+        alone = prepare(config.data_options(), tokenizer, method=config.trl_method)
+        yield f"dataset: {alone.report.summary()}"
+        prepared = {"": alone}
+    eval_report = next(iter(prepared.values())).eval_report  # of a dataset that jobs share
+    if eval_report is not None:
+        yield f"eval_dataset: {eval_report.summary()}"
     here = config.model_copy(update={"cpu": choice.num_ranks}) if choice.device_type == "cpu" else config
     yield from _describe_run(here, prepared, tokenizer, about_dtype)
 
 
-def _check_jobs(jobs: Sequence[Job], tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, Prepared]:
-    """Yield a line for each job of a sweep, and one for data that all share; return the data of the longest examples.
+def _check_jobs(jobs: Sequence[Job], tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, dict[str, Prepared]]:
+    """Yield a line for each job of a sweep, and one for data that all share; return the data by the first job on it.
 
     Adapters that are alike are built once, and data that is common is read once.
     """
@@ -92,6 +94,7 @@ def _check_jobs(jobs: Sequence[Job], tokenizer: PreTrainedTokenizerBase) -> Gene
 
     adapters: dict[str, str] = {}
     datasets: dict[str, Prepared] = {}
+    found: dict[str, Prepared] = {}
     lines = []
     for job in jobs:
         options = job.config.data_options()
@@ -101,27 +104,28 @@ def _check_jobs(jobs: Sequence[Job], tokenizer: PreTrainedTokenizerBase) -> Gene
             if adapter not in adapters:
                 adapters[adapter] = _describe_adapter(job.config)
             if data not in datasets:
-                datasets[data] = prepare(options, tokenizer, method=job.config.trl_method)
+                datasets[data] = found[job.name] = prepare(options, tokenizer, method=job.config.trl_method)
         lines.append((f"job {job.name}: {adapters[adapter]}", f"dataset: {datasets[data].report.summary()}"))
     if len(datasets) == 1:
         yield from (*(line for line, _ in lines), lines[0][1])
     else:
         yield from ("; ".join(parts) for parts in lines)
-    return max(datasets.values(), key=lambda prepared: prepared.report.longest_tokens or 0)
+    return found
 
 
 def _describe_run(
-    config: RunConfig, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, told: Sequence[str]
+    config: RunConfig, prepared: Mapping[str, Prepared], tokenizer: PreTrainedTokenizerBase, told: Sequence[str]
 ) -> Iterator[str]:
     """Yield what the plan says of the rows as they are and the memory that is free now, and what the run will take.
 
     Args:
+        prepared: the run's data; of a sweep all data of its jobs, by the first job on it.
         told: the warnings that need not be repeated.
 
     Raises:
         ConfigError: Nothing fits, where something is left to choose. What a person has chosen is obeyed, as in a run.
     """
-    from ..data.survey import survey_prepared
+    from ..data.survey import choose_longest, survey_prepared
     from ..data.trl_tokens import fill_trainer_options
     from ..planning.choose import PlanError, explained_planning
     from ..planning.estimate import estimate
@@ -129,8 +133,9 @@ def _describe_run(
     from ..planning.hardware import HardwareOptions
     from ..planning.run_plan import forecast
 
-    survey = survey_prepared(prepared, tokenizer, config.trl_method, fill_trainer_options(config))
-    longest = max(survey.lengths)
+    method, options = config.trl_method, fill_trainer_options(config)
+    surveys = {job: survey_prepared(prepared[job], tokenizer, method, options) for job in list_data(config)}
+    survey, longest = choose_longest(surveys), max(max(one.lengths) for one in surveys.values())
     try:
         with explained_planning():
             plan, _ = forecast(config, HardwareOptions(), longest_tokens=longest)

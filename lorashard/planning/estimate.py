@@ -38,8 +38,9 @@ class Estimate:
     """What is known of a run before it starts; None is what is not.
 
     Attributes:
-        num_examples, num_sequences, num_tokens, num_supervised_tokens, num_counted, is_complete: of an epoch, as in
-            `Survey`; all None or 0 without a dataset.
+        num_examples, num_sequences, num_tokens, num_supervised_tokens, num_counted, is_complete, job, num_datasets: of
+            an epoch, as in `Survey`; all None, 0 or empty without a dataset. Seconds are those of a sweep whose jobs
+            all have such examples.
         num_ranks: that share the steps.
         steps_per_epoch, num_steps: optimizer steps.
         num_epochs: that the steps make.
@@ -70,6 +71,8 @@ class Estimate:
     speeds: Literal["measured", "listed"]
     peak_bytes: int
     free_bytes: int
+    job: str = ""
+    num_datasets: int = 0
 
 
 def estimate(
@@ -135,6 +138,8 @@ def estimate(
         speeds=speeds,
         peak_bytes=plan.choice.peak_bytes if plan.chosen is not None else min(row.peak_bytes for row in plan.rows),
         free_bytes=plan.free_bytes,
+        job=survey.job if survey else "",
+        num_datasets=survey.num_datasets if survey else 0,
     )
 
 

@@ -54,19 +54,20 @@ def render_estimate(estimate: Mapping[str, Any]) -> str:
 def _show_examples(estimate: Mapping[str, Any]) -> Figure:
     count, num_sequences = estimate["num_examples"], estimate["num_sequences"]
     if count is None:
-        return Figure("Examples", f"over {estimate['num_counted']:,}", ("too many to count in time",))
+        notes = ("too many to count in time", *_name_job(estimate), *_explain_job(estimate))
+        return Figure("Examples", f"over {estimate['num_counted']:,}", notes)
     about = "" if estimate["is_complete"] else "about "
     packed = (f"packed into {about}{num_sequences:,} sequences",) if num_sequences != count else ()
-    return Figure("Examples", f"{count:,}", packed)
+    return Figure("Examples", f"{count:,}", (*packed, *_name_job(estimate), *_explain_job(estimate)))
 
 
 def _show_tokens(estimate: Mapping[str, Any]) -> Figure:
     share = f"{estimate['num_supervised_tokens'] / max(1, estimate['num_tokens']):.0%} of all, per epoch"
     if estimate["is_complete"]:
-        return Figure("Supervised tokens", f"{estimate['num_supervised_tokens']:,}", (share,))
+        return Figure("Supervised tokens", f"{estimate['num_supervised_tokens']:,}", (share, *_name_job(estimate)))
     counted = f"counted in {estimate['num_counted']:,} of the examples"
     rounded = float(f"{estimate['num_supervised_tokens']:.3g}")
-    return Figure("Supervised tokens", f"about {rounded:,.0f}", (share, counted))
+    return Figure("Supervised tokens", f"about {rounded:,.0f}", (share, counted, *_name_job(estimate)))
 
 
 def _show_steps(estimate: Mapping[str, Any]) -> Figure:
@@ -76,9 +77,9 @@ def _show_steps(estimate: Mapping[str, Any]) -> Figure:
         return Figure("Steps", f"{estimate['num_steps']:,}")
     epochs = f"{estimate['num_epochs']:.2f}".rstrip("0").rstrip(".")
     plural = "" if epochs == "1" else "s"
-    return Figure(
-        "Steps", f"{estimate['num_steps']:,}", (f"{epochs} epoch{plural} of {estimate['steps_per_epoch']:,}",)
-    )
+    of_job = f" for job {estimate['job']}" if estimate["job"] else ""
+    note = f"{epochs} epoch{plural} of {estimate['steps_per_epoch']:,}{of_job}"
+    return Figure("Steps", f"{estimate['num_steps']:,}", (note,))
 
 
 def _show_time(estimate: Mapping[str, Any]) -> Figure:
@@ -86,7 +87,17 @@ def _show_time(estimate: Mapping[str, Any]) -> Figure:
         return Figure("Expected time", "unknown", (_NO_TIME[estimate["why_no_time"]],))
     least, most = (show_duration(estimate[name]) for name in ("least_s", "most_s"))
     source = f"from {_SPEEDS[estimate['speeds']]}, without loading, evaluations and checkpoints"
-    return Figure("Expected time", show_duration(estimate["train_s"]), (f"{least} to {most}", source))
+    alike = ("if the examples of all jobs are as long",) if estimate["job"] else ()
+    return Figure("Expected time", show_duration(estimate["train_s"]), (f"{least} to {most}", source, *alike))
+
+
+def _name_job(estimate: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return of which job figures are, where the jobs of a sweep train on other data."""
+    return (f"of job {estimate['job']}",) if estimate["job"] else ()
+
+
+def _explain_job(estimate: Mapping[str, Any]) -> tuple[str, ...]:
+    return (f"chosen as the longest of {estimate['num_datasets']} datasets",) if estimate["job"] else ()
 
 
 def _show_gib(num_bytes: int) -> str:

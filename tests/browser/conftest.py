@@ -264,6 +264,14 @@ def open_tab(browser, request, watch, page_errors) -> Iterator[Callable[..., Pag
 
 
 @pytest.fixture
+def phone(browser, ui_server) -> Iterator[Page]:
+    """A tab on `ui_server` that is touched and has no pointer, in a browser of its own."""
+    context = _open_context(browser, ui_server, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
 def page(shared_tab) -> Iterator[Page]:
     """The tab on `ui_server`, 1400 pixels wide. A request to another host or an error of JavaScript fails the test."""
     page, errors = shared_tab

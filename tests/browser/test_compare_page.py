@@ -21,13 +21,17 @@ def test_two_runs_are_compared(page, ui_server, add_demo_run):
         lines = config.read_text().splitlines()
         lines = [line for line in lines if not line.startswith("learning_rate:")]
         config.write_text("\n".join([*lines, f"learning_rate: {rate}"]) + "\n")
+    begin = len(ui_server.log_path.read_text())
     open_page(page, "compare?runs=gone&runs=slow&runs=..%2Fetc")
     expect(page.get_by_text("“gone”")).to_be_visible()
     expect(page.get_by_text("“../etc”")).to_be_visible()
     page.wait_for_function(_IS_DRAWN)
     expect(page.get_by_text("Choose another run")).to_be_visible()
+    expect(page.get_by_text("Error", exact=True)).to_have_count(0)
+    assert "Traceback" not in ui_server.log_path.read_text()[begin:]
 
     open_page(page, "compare?runs=slow,fast")
+    expect(page).to_have_title("Compare slow, fast - lorashard")
     page.wait_for_function(_IS_DRAWN)
     assert set(page.evaluate(_NAMES)) == {"slow", "fast"}
     rows = page.get_by_role("region", name="Options that differ").locator("tbody tr")

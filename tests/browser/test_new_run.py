@@ -32,6 +32,14 @@ _IS_READABLE = """name => {
   const pair = [light(over(read(getComputedStyle(element).color), back)), light(back)].sort((a, b) => b - a);
   return (pair[0] + 0.05) / (pair[1] + 0.05) >= 4.5;
 }"""
+# Leaves a field in the moment of a key, before its list opens, as a fast Tab does; ends when the list has opened.
+_LEAVE_FAST = """async name => {
+  const field = document.querySelector(`#option-${name} input`);
+  field.focus();
+  field.dispatchEvent(new KeyboardEvent('keydown', {key: 'a', bubbles: true}));
+  document.querySelector('#run-name').querySelector('textarea, input').focus();
+  for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame);
+}"""
 BASE, ROWS = "examples/demo/base", "examples/demo/train.jsonl"
 
 
@@ -230,9 +238,18 @@ def test_options_are_loaded_copied_and_uploaded(form, ui_server, tmp_path):
     run.mkdir()
     (run / "config.yaml").write_text(
         f"model_name_or_path: {BASE}\ndataset: {ROWS}\nlora_r: 7\noutput_dir: x\nlora_alpha: 32\n"
+        "sweep: {grid: {learning_rate: [1e-3, 2e-3], use_dora: [true, false]}}\n"
     )
     open_page(page, "new?from=earlier%20run")
     expect(find_input(page, "lora_r")).to_have_value("7")
+    expect(find_input(page, "learning_rate")).to_have_value("0.001, 0.002")
+    expect(find_input(page, "use_dora")).to_have_value("true, false")
+    expect(page.locator("#problems")).to_contain_text("4 jobs")
+    type_in(page, "use_dora", "true")
+    expect(page.locator("#problems")).to_contain_text("2 jobs")
+    type_in(page, "use_dora", "false, true")
+    type_in(page, "learning_rate", "1, 2, 3")
+    expect(page.locator("#problems")).to_contain_text("6 jobs")
     expect(page.locator("#problems")).to_contain_text("named base-train")
     assert "output_dir" not in read_code(page, "yaml") and "lora_alpha" not in read_code(page, "yaml")
     open_page(page, "new?from=../../etc")
@@ -266,6 +283,9 @@ def test_the_form_is_kept_until_it_is_cleared(form):
     expect(page.locator("#run-name textarea, #run-name input")).to_be_focused()
     page.evaluate("() => new Promise(requestAnimationFrame)")
     expect(page.get_by_role("listbox")).to_have_count(0)
+    for name in ("dataset", "quantization"):
+        page.evaluate(_LEAVE_FAST, name)
+        expect(page.get_by_role("listbox")).to_have_count(0)
 
     page.reload()
     expect(find_input(page, "learning_rate")).to_have_value("0.25")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import psutil
 from helpers.browser import check_no_overflow, open_page
 from helpers.waiting import wait_until
 from playwright.sync_api import expect
@@ -21,6 +24,21 @@ def test_the_frame_of_a_page_is_there_before_its_scripts(page):
     open_page(page, "compare?runs=a")
     expect(frame).to_be_hidden()
     assert page.locator("gradio-app").is_visible()
+
+
+def test_a_server_that_nobody_asks_sleeps(ui_server):
+    """Catches a server that wakes up a thousand times a second to look for questions: a tenth of a core, for nobody."""
+    process = psutil.Process(ui_server.process.pid)
+
+    def count_sleeps() -> int:
+        return sum(psutil.Process(thread.id).num_ctx_switches().voluntary for thread in process.threads())
+
+    def count_in_a_second() -> int:
+        before = count_sleeps()
+        time.sleep(1)
+        return count_sleeps() - before
+
+    wait_until(lambda: count_in_a_second() < 200, lambda: f"{count_in_a_second()} times in a second", 20)
 
 
 def test_a_page_that_does_nothing_draws_no_frames(open_tab, ui_server):

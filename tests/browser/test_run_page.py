@@ -13,7 +13,7 @@ import pytest
 from helpers import stand_in_run
 from helpers.browser import check_no_overflow, open_page
 from helpers.waiting import wait_until
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 CPU_BUDGET_S = 80  # a Chromium draws many charts
 
@@ -148,9 +148,19 @@ def test_a_zoom_brings_the_points_that_the_whole_curve_leaves_out(page, ui_serve
     page.wait_for_function(f"() => ({_NUM_POINTS})() === {whole}")
 
 
+def test_a_phone_has_no_buttons_over_its_charts(phone, add_demo_run, ui_server):
+    """Catches Plotly's buttons over the top of each chart for good, where no pointer leaves it."""
+    add_demo_run(ui_server.root, "first")
+    open_page(phone, "run?name=first")
+    phone.wait_for_function(f"() => ({_NUM_POINTS})() > 10")
+    phone.locator(".chart .nsewdrag").first.tap()
+    expect(phone.locator(".modebar-btn:visible")).to_have_count(0)
+
+
 @pytest.mark.slow  # two tabs that draw curves; what the buttons do, and to which run, is tested without a browser too
 def test_run_is_watched_saved_stopped_and_deleted(page, open_tab, ui_server, run_stand_in):
-    """Buttons that do nothing, or to another run; a zoom lost at each refresh; two tabs that contradict each other."""
+    """Buttons that do nothing, or to another run, say nothing before the server answers, or move as one reads; a zoom
+    lost at each refresh; two tabs that contradict each other."""
     process = run_stand_in("mine")
     open_page(page, "run?name=mine")
     expect_state(page, "running")
@@ -165,16 +175,28 @@ def test_run_is_watched_saved_stopped_and_deleted(page, open_tab, ui_server, run
     assert page.evaluate(_RANGE) == zoomed
     assert smoothing.input_value() == "0.61"
 
+    stop = page.get_by_role("button", name="Stop and save")
+    place = stop.bounding_box()
     page.get_by_role("button", name="Save now").click()
     expect(page.locator(".note")).to_contain_text("Saved: checkpoint-")
+    assert stop.bounding_box() == place
     page.get_by_role("button", name="Stop now", exact=True).click()
+    expect(page.get_by_role("button", name="Stop without saving")).to_have_class(re.compile(r"\bstop\b"))
+    expect(page.get_by_role("button", name="Keep running")).not_to_have_class(re.compile(r"\bstop\b"))
     page.get_by_role("button", name="Keep running").click()
     expect(page.get_by_role("button", name="Stop without saving")).not_to_be_visible()
     assert process.poll() is None
     other = open_tab(ui_server)
     open_page(other, "run?name=mine")
     expect_state(other, "running")
-    page.get_by_role("button", name="Stop and save").click()
+    unanswered: list[Route] = []
+    page.route("**/queue/join*", lambda route: unanswered.append(route))
+    stop.click()
+    expect(stop).to_be_disabled()
+    expect(page.locator(".note")).to_contain_text("Asked to stop")
+    for route in unanswered:
+        route.continue_()
+    page.unroute("**/queue/join*")
     for tab in (page, other):
         expect_state(tab, "stopped")
         expect(tab.locator(".note")).to_contain_text(

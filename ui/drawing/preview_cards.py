@@ -35,7 +35,8 @@ def describe_examples(rows: Sequence[Mapping[str, Any]], method: str) -> Markup:
     """
     if not rows:
         return markup.note("The dataset is empty.", "error")
-    about = markup.tag("p", f"Format: {rows[0]['format']}. Loss on: {rows[0]['mask_method']}.", class_="subdued")
+    formats, masks = ("; ".join(dict.fromkeys(row[name] for row in rows)) for name in ("format", "mask_method"))
+    about = markup.tag("p", f"Format: {formats}. Loss on: {masks}.", class_="subdued")
     if method not in _LEGENDS:
         return markup.join([about, markup.tag("p", _NO_LEGENDS[method])])
     mark = markup.tag("mark", "Colored", class_="supervised")

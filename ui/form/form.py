@@ -25,7 +25,7 @@ from lorashard.config.methods import METHODS, Method, explain_refused
 from lorashard.config.names import ALIASES, PINNED_OPTIONS, REFUSED_OPTIONS
 from lorashard.config.options import GivenOption, Option, parse_yaml_options
 from lorashard.config.run_config import TRAINER_DEFAULTS, RunConfig, collect_options, find_method, read_known_options
-from lorashard.config.sweep import JOB_OPTIONS, read_jobs
+from lorashard.config.sweep import JOB_OPTIONS, Job, check_datasets, read_jobs
 from lorashard.errors import ConfigError
 from lorashard.launch.checks import check_options
 from lorashard.runs.root import find_place, find_run
@@ -71,7 +71,7 @@ class Form:
         name: of the run; the suggested one if the field is empty.
         problems: the errors, by field; under "" what belongs to no single field.
         missing: required fields that are empty.
-        jobs: the names of a sweep's jobs.
+        jobs: of a sweep.
     """
 
     method: Method
@@ -79,7 +79,7 @@ class Form:
     name: str
     problems: dict[str, ConfigError] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-    jobs: tuple[str, ...] = ()
+    jobs: tuple[Job, ...] = ()
 
     def to_yaml(self) -> str:
         """Return the options as the --config file of `lorashard finetune`, without the run's folder."""
@@ -142,11 +142,8 @@ def read_form(texts: Mapping[str, str | None], root: Path, allowed: Allowed) -> 
         except RecursionError:
             problems.setdefault(place, ConfigError("nested too deeply", option=option.name))
     if grid:
-        written = values.get("sweep") or {}
-        values["sweep"] = {**written, "grid": {**(written.get("grid") or {}), **grid}}
-    needed = ("model_name_or_path", *(() if values.get("sweep") else ("dataset",)))  # jobs may have their own
-    missing = tuple(name for name in needed if not values.get(name) and name not in problems)
-    jobs: tuple[str, ...] = ()
+        values["sweep"] = _add_grid(values.get("sweep") or {}, grid)
+    jobs: tuple[Job, ...] = ()
     if not problems:
         try:
             config = RunConfig(**({"model_name_or_path": "none yet"} | values))
@@ -154,6 +151,9 @@ def read_form(texts: Mapping[str, str | None], root: Path, allowed: Allowed) -> 
             check_options(config, VisibleGpus(0 if config.cpu else len(list_gpus())))
         except ConfigError as error:
             problems[_find_place(error, texts, more)] = error
+    needs_dataset = not any(job.config.dataset for job in jobs) if jobs else not values.get("sweep")
+    needed = ("model_name_or_path", *(("dataset",) if needs_dataset else ()))
+    missing = tuple(name for name in needed if not values.get(name) and name not in problems)
     name = (texts.get(NAME) or "").strip() or suggest_name(values, root)
     try:
         folder = find_place(root, name)
@@ -237,11 +237,15 @@ def write_yaml(values: Mapping[str, Any]) -> str:
 
 
 def fill_fields(values: Mapping[str, Any], fields: Sequence[str]) -> dict[str, str]:
-    """Return the texts of the fields that hold these options; what has no field is in `MORE`."""
+    """Return the texts of the fields that hold these options; what has no field is in `MORE`.
+
+    Of a sweep's grid, a field holds the values of its option, to be edited there.
+    """
     known = read_known_options(METHODS[values.get("method", "sft")])
+    columns, values = _take_columns(values, known, fields)
     texts = {name: write_word(known[name], values[name]) if name in values else "" for name in fields if name != MORE}
     texts[MORE] = write_yaml({name: value for name, value in values.items() if name not in texts})
-    return texts
+    return texts | columns
 
 
 def leave_out_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,8 +347,44 @@ def describe_option(option: Option, method: Method) -> tuple[str, str]:
     return (write_word(option, default) if default not in (None, "None") else ""), " ".join(option.help.split())
 
 
-def _read_jobs(config: RunConfig, allowed: Allowed) -> tuple[str, ...]:
-    """Return the names of a sweep's jobs.
+def _add_grid(sweep: Mapping[str, Any], grid: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Return a sweep with the values of fields in its grid, in place of those that it has for these options."""
+    written = sweep.get("grid") or {}
+    if not isinstance(written, Mapping):  # which is said of the sweep
+        return dict(sweep)
+    left = {name: values for name, values in written.items() if _true_name(name) not in grid}
+    return {**sweep, "grid": {**left, **grid}}
+
+
+def _take_columns(
+    values: Mapping[str, Any], known: Mapping[str, Option], fields: Sequence[str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the texts of the fields that can hold an option's values in a sweep's grid, and the options without these.
+
+    What is not read back from a field stays in the sweep, as does an option with a value of its own for listed jobs.
+    """
+    sweep = values.get("sweep")
+    grid = sweep.get("grid") if isinstance(sweep, Mapping) else None
+    if not isinstance(sweep, Mapping) or not isinstance(grid, Mapping):
+        return {}, dict(values)
+    texts: dict[str, str] = {}
+    left: dict[str, Any] = {}
+    for written, column in grid.items():
+        name = _true_name(str(written))
+        is_free = name in fields and name in known and name not in {*values, *texts}
+        if is_free and isinstance(column, list) and len(column) > 1:
+            text = ", ".join(write_word(known[name], value) for value in column)
+            if len(split_values(GivenOption(name, text, ""), known)) == len(column):
+                texts[name] = text
+                continue
+        left[written] = column
+    rest = {part: value for part, value in sweep.items() if part != "grid"} | ({"grid": left} if left else {})
+    others = {name: value for name, value in values.items() if name != "sweep"}
+    return texts, others | ({"sweep": rest} if rest else {})
+
+
+def _read_jobs(config: RunConfig, allowed: Allowed) -> tuple[Job, ...]:
+    """Return a sweep's jobs.
 
     Raises:
         ConfigError: what they cannot do, or may not, as an error of `sweep`, which is where they are written.
@@ -353,7 +393,9 @@ def _read_jobs(config: RunConfig, allowed: Allowed) -> tuple[str, ...]:
         jobs = read_jobs(config)
         for job in jobs:
             allowed.check_options(job.options)
-        return tuple(job.name for job in jobs)
+        if any(job.config.dataset for job in jobs):  # else it is missing, and not only from some
+            check_datasets(jobs)
+        return jobs
     except ConfigError as error:
         raise ConfigError(str(error), option="sweep") from error
 

@@ -11,6 +11,7 @@ from lorashard.config.data_options import DataOptions
 from lorashard.config.methods import METHODS, Method
 from lorashard.config.options import Option
 from lorashard.config.run_config import RunConfig, read_known_options, read_own_options
+from lorashard.config.sweep import DATA_JOB_OPTIONS
 from lorashard.runtime.gpus import Gpu
 
 from ..drawing import markup
@@ -91,6 +92,11 @@ def ask_preview(form: Form) -> tuple[str, list[str]] | None:
         return None
     names = {*DataOptions.model_fields, *_TOKENIZER, *_OF_METHODS, "method"}
     values = {name: value for name, value in form.values.items() if name in names}
+    jobs = [{name: value for name, value in job.options.items() if name in DATA_JOB_OPTIONS} for job in form.jobs]
+    if any(jobs):
+        named = [{"name": job.name, **options} for job, options in zip(form.jobs, jobs, strict=True)]
+        # Jobs with data of their own are refused without steps, whose number changes no example.
+        values |= {"sweep": {"jobs": named}, "max_steps": 1}
     return form.method.name, Form(form.method, values, form.name).to_words()
 
 
@@ -111,7 +117,8 @@ def summarize(form: Form, told: Sequence[Finding] = (), is_waiting: bool = False
     name = f"The run will be named {form.name}."
     if form.jobs:
         more = f", and {len(form.jobs) - _MOST_JOBS} more" if len(form.jobs) > _MOST_JOBS else ""
-        name = f"{len(form.jobs)} jobs: {', '.join(form.jobs[:_MOST_JOBS])}{more}. The sweep will be named {form.name}."
+        jobs = ", ".join(job.name for job in form.jobs[:_MOST_JOBS])
+        name = f"{len(form.jobs)} jobs: {jobs}{more}. The sweep will be named {form.name}."
     if problems:
         return _list("\u2715 Fix these first:", problems, "error")
     if form.missing:

@@ -9,6 +9,7 @@ import gradio as gr
 
 from lorashard.config.methods import Method
 from lorashard.config.options import Option
+from lorashard.config.sweep import JOB_OPTIONS
 from lorashard.runtime.gpus import Gpu
 
 from ..form.form import describe_option
@@ -27,7 +28,8 @@ def make_field(name: str, option: Option, method: Method, **properties: Any) -> 
     choices = list(option.choices) or (["true", "false"] if "bool" in option.kinds else [])
     if choices and not option.kinds & {"int", "float", "list", "dict"} and not _takes_text(option):
         shown = [(f"default ({default})" if default else "default", ""), *((choice, choice) for choice in choices)]
-        return gr.Dropdown(shown, value="", **properties)
+        several = name in JOB_OPTIONS  # as "true, false", which is a sweep
+        return gr.Dropdown(shown, value="", allow_custom_value=several, **properties)
     return gr.Textbox(**({"value": "", "placeholder": default, "max_lines": 4} | properties))
 
 

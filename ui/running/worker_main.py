@@ -65,12 +65,9 @@ def _answer_survey(words: list[str]) -> dict[str, Any]:
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path", "dataset"))
     with quick_imports():
-        from lorashard.data.survey import survey
-        from lorashard.data.tokenizer import load_tokenizer
-        from lorashard.data.trl_tokens import fill_trainer_options
+        from lorashard.data.survey import survey_run
 
-    tokenizer, options = load_tokenizer(**config.tokenizer_options()), fill_trainer_options(config)
-    return dataclasses.asdict(survey(config.data_options(), tokenizer, config.trl_method, options))
+    return dataclasses.asdict(survey_run(config))
 
 
 def _answer_estimate(
@@ -91,13 +88,9 @@ def _answer_preview(words: list[str], num_rows: int, max_tokens: int | None) -> 
 
     config = RunConfig.resolve(None, words, required=("model_name_or_path", "dataset"))
     with quick_imports():
-        from lorashard.data.preview import preview
-        from lorashard.data.tokenizer import load_tokenizer
-        from lorashard.data.trl_tokens import fill_trainer_options
+        from lorashard.data.preview import preview_run
 
-    tokenizer, options = load_tokenizer(**config.tokenizer_options()), fill_trainer_options(config)
-    rows = preview(config.data_options(), tokenizer, num_rows, config.trl_method, options, max_tokens)
-    return [dataclasses.asdict(row) for row in rows]
+    return [dataclasses.asdict(row) for row in preview_run(config, num_rows, max_tokens)]
 
 
 def _answer_model(name: str, revision: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -63,3 +64,10 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def name_host(host: str) -> str:
+    """Return how an address to listen on is called in a URL: by this machine's name, where it is all addresses."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host

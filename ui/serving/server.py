@@ -26,7 +26,7 @@ from lorashard.runtime.importing import quick_imports
 from ..app_context import AppContext
 from .accounts import Accounts
 from .guard import Guard
-from .options import UiOptions, is_loopback
+from .options import UiOptions, is_loopback, name_host
 
 _OWN_PREFIX = ".serving-"
 _LOCK_NAME = ".lock"
@@ -48,7 +48,7 @@ def serve(options: UiOptions) -> int:
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         port = listener.getsockname()[1]
-        url = f"http://{_name_host(options.host)}:{port}/" + (f"?token={token}" if token else "")
+        url = f"http://{name_host(options.host)}:{port}/" + (f"?token={token}" if token else "")
         uploads = stack.enter_context(_own_folder(root))
         _confine_gradio(uploads)
         with quick_imports():
@@ -102,13 +102,6 @@ class _Server(uvicorn.Server):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def _name_host(host: str) -> str:
-    """Return how an address to listen on is called in a URL: by this machine's name, where it is all addresses."""
-    if host in ("0.0.0.0", "::"):
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 def _welcome(url: str, root: Path, options: UiOptions, own_folder: Path) -> None:

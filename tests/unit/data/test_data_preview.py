@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from helpers.data import CHATML, LLAMA3, chat, find_supervised, make_tokenizer, write_jsonl
+from helpers.paths import ROOT
 
 from lorashard.config.data_options import DataOptions
+from lorashard.config.run_config import RunConfig
 from lorashard.data.prepare import prepare
-from lorashard.data.preview import preview, render_preview, split_text
+from lorashard.data.preview import preview, preview_run, render_preview, split_text
 from lorashard.data.tokenizer import load_tokenizer
 from lorashard.data.visible import show_unseen
 from lorashard.errors import CheckpointError, ConfigError
@@ -67,6 +69,23 @@ def test_rendered_preview(tmp_path: Path) -> None:
     [row] = preview(DataOptions(dataset=path, max_length=10), make_tokenizer(), 1)
     num_tokens = len(make_tokenizer()("x " * 100 + "</s>")["input_ids"])
     assert f"10 tokens, truncated from {num_tokens}, " in render_preview([row])
+
+
+def test_a_sweep_shows_examples_of_all_its_data(tmp_path: Path) -> None:
+    """Catches a preview that asks for the dataset of the sweep, which its jobs have, or shows that of one job alone."""
+    paths = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {row}"} for row in range(9)]) for name in ("a", "b")
+    ]
+    jobs = [{"name": f"j{number}", "dataset": path} for number, path in enumerate([*paths, paths[0]])]
+    config = RunConfig(model=str(ROOT / "examples/demo/base"), trainer={"max_steps": 1}, sweep={"jobs": jobs})
+
+    def list_places(config: RunConfig, num_rows: int) -> list[str]:
+        return [row.place for row in preview_run(config, num_rows)]
+
+    expected = ["a.jsonl line 1, job j0", "a.jsonl line 2, job j0", "b.jsonl line 1, job j1"]
+    assert list_places(config, 3) == expected and list_places(config, 1) == ["a.jsonl line 1"]
+    alone = config.model_copy(update={"sweep": None, "dataset": paths[1]})
+    assert list_places(alone, 2) == ["b.jsonl line 1", "b.jsonl line 2"]
 
 
 def test_the_middle_of_a_long_sequence_is_left_out(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from helpers.data import CHATML, chat, make_tokenizer, write_jsonl
+from helpers.paths import ROOT
 
 from lorashard.config.data_options import DataOptions
 from lorashard.config.methods import METHODS
 from lorashard.config.run_config import RunConfig
 from lorashard.data.prepare import prepare
 from lorashard.data.sources import FileSource
-from lorashard.data.survey import Survey, survey, survey_prepared
+from lorashard.data.survey import Survey, survey, survey_prepared, survey_run
 from lorashard.data.trl_tokens import fill_trainer_options
 from lorashard.errors import DataError
 
@@ -90,6 +91,26 @@ def test_counting_leaves_time_for_reading(tmp_path, monkeypatch):
     data = DataOptions(dataset=write_jsonl(tmp_path / "rows.jsonl", [{"text": "clips"}] * 50))
     monkeypatch.setattr(FileSource, "count_rows", count_in_vain)
     assert survey(data, make_tokenizer(), METHODS["sft"], {}, longest_s=4).num_counted > 1
+
+
+def test_a_sweep_is_counted_in_its_longest_data(tmp_path):
+    """Catches figures of the first job alone, whose data may be the shortest; data that is counted once for each job;
+    and a mistake in one job's data that does not say whose it is."""
+    rows = {name: [{"text": text}] * count for name, text, count in (("short", "a", 9), ("long", "a b c d e", 4))}
+    paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", found) for name, found in rows.items()}
+    base = {"model": str(ROOT / "examples/demo/base"), "trainer": {"max_steps": 5}}
+
+    def count_jobs(*datasets: str, **options: Any) -> Survey:
+        jobs = [{"name": f"j{number}", "dataset": name, "seed": number} for number, name in enumerate(datasets)]
+        return survey_run(RunConfig(**base, sweep={"jobs": jobs}, **options), longest_s=60)
+
+    found = count_jobs(paths["short"], paths["long"], paths["long"])
+    assert (found.num_examples, found.job, found.num_datasets) == (4, "j1", 2)
+    shared = count_jobs(paths["short"], paths["short"])
+    assert (shared.num_examples, shared.job, shared.num_datasets) == (9, "", 1)
+    assert shared == survey_run(RunConfig(**base, dataset=paths["short"]), longest_s=60)
+    with pytest.raises(DataError, match="job j1.*nowhere|nowhere.*job j1"):
+        count_jobs(paths["short"], str(tmp_path / "nowhere.jsonl"))
 
 
 def test_rows_that_all_are_left_out_are_an_error(tmp_path):

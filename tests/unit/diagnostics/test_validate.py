@@ -87,6 +87,7 @@ def test_each_job_of_a_sweep_is_checked(configure, tmp_path, monkeypatch):
     assert [line.startswith(f"job {name}: ") and f"dataset: {rows} rows" in line
             for name, rows, line in zip("ab", (4, 3), (line for line in lines if line.startswith("job ")), strict=True)
             ] == [True, True]  # fmt: skip
+    assert "examples: 3 (of job b; chosen as the longest of 2 datasets)" in lines
     for mistake in ({"lora_target_modules": ["nope"]}, {"dataset": str(tmp_path / "base/config.json")}):
         jobs = [{"name": "a"}, {"name": "b"} | mistake]
         with pytest.raises(UserError, match="job b"):

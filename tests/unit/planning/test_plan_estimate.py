@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -136,6 +137,13 @@ def test_a_plan_counts_the_examples_that_are_here(tmp_path, capsys):
     words += ["--max_length", "64", "--activation_checkpointing", "false", "--dataset", str(rows)]
     assert main(words) == 0
     assert "examples: 20\n" in (said := capsys.readouterr().out) and "steps: 9 (3 epochs of 3)\n" in said
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "1 + 1 is equal to ", "completion": "2"}\n' * 8)
+    jobs = [{"name": "a", "lora_r": 2}, {"name": "b", "dataset": str(long)}]
+    assert main([*words, "--max_steps", "6", "--sweep", json.dumps({"jobs": jobs})]) == 0
+    said = capsys.readouterr().out
+    assert "examples: 8 (of job b; chosen as the longest of 2 datasets)\n" in said
+    assert "steps: 6 (6 epochs of 1 for job b)\n" in said and "; if the examples of all jobs are as long)" in said
     rows.write_text("{}")
     assert main(words) == 0
     assert "note: the dataset is not counted: " in capsys.readouterr().out

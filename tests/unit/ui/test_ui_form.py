@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from lorashard.config.methods import METHODS
 from lorashard.config.options import read_command_line
 from lorashard.config.run_config import RunConfig, read_known_options
+from lorashard.config.sweep import list_data, read_jobs
 from lorashard.config.use_options import MergeOptions
 from lorashard.errors import ConfigError
 from lorashard.runtime.devices import count_cores
@@ -18,7 +20,7 @@ from lorashard_ui.form import form
 from lorashard_ui.form.exporting import AS_TRAINED, MERGED_BASES
 from lorashard_ui.form.form import BASIC, MORE, NAME
 from lorashard_ui.form.paths import Allowed
-from lorashard_ui.pages.new_run_updates import summarize
+from lorashard_ui.pages.new_run_updates import ask_plan, ask_preview, list_others, summarize
 
 
 @pytest.fixture
@@ -77,12 +79,97 @@ def test_several_values_in_a_field_are_a_sweep(read, tmp_path):
     assert RunConfig.resolve(None, filled.to_words(tmp_path / "runs")).sweep == {"grid": grid}
     assert read(**form.fill_fields(filled.values, [*BASIC, MORE])).values == filled.values
     both = read(lora_r="8, 16", **{MORE: "sweep: {jobs: [{name: a, lora_r: 4}]}"})
-    assert both.jobs == ("lora_r-8", "lora_r-16", "a")
+    assert [job.name for job in both.jobs] == ["lora_r-8", "lora_r-16", "a"]
     for name, text in (("lora_r", "8, x"), ("learning_rate", "1e-4, -1"), ("lora_r", "8,"), ("max_length", "8, 16")):
         assert list(read(**{name: text}).problems) == [name]
     for name, text in (("lora_target_modules", "q_proj,v_proj"), ("dataset", "files/a,b.jsonl")):
         assert "sweep" not in read(**{name: text}).values
     assert summarize(read(lora_r="8")).count("jobs") == 0
+    for wrong in ("{grid: 3}", "{grid: [lora_r]}"):  # said where it is written, of a form that has values for it too
+        assert list(read(lora_r="8, 16", **{MORE: f"sweep: {wrong}"}).problems) == [MORE]
+
+
+def test_a_sweep_needs_a_dataset_for_each_job(read):
+    """Catches a sweep without data whose options are called valid, since its jobs might have their own."""
+    assert read(lora_r="8, 16", dataset="").missing == ("dataset",)
+    jobs = "sweep: {jobs: [{name: a, dataset: files/rows.jsonl}, {name: b%s}]}\nmax_steps: 3"
+    found = read(dataset="", **{MORE: jobs % ", lora_r: 4"})
+    assert "dataset: has to be given" in str(found.problems[MORE]) and "job b" in str(found.problems[MORE])
+    alone = read(dataset="", **{MORE: jobs % ", dataset: files/rows.jsonl"})
+    assert alone.problems == {} and alone.missing == ()
+
+
+def test_the_first_examples_are_those_of_every_job(read, tmp_path):
+    """Catches a preview that asks for a dataset where each job has its own, and one made anew for an option that
+    changes no example."""
+    (tmp_path / "files/more.jsonl").write_text("{}\n")
+    jobs = "sweep: {jobs: [{name: a, dataset: files/rows.jsonl}, {name: b, dataset: files/more.jsonl, lora_r: %d}]}"
+
+    def ask(**texts: str) -> list[str]:
+        asked = ask_preview(read(**texts))
+        assert asked is not None
+        return asked[1]
+
+    words = ask(dataset="", more=f"{jobs % 4}\nmax_steps: 3")
+    runs = list_data(RunConfig.resolve(None, words, required=()))
+    assert {name: run.dataset for name, run in runs.items()} == {"a": "files/rows.jsonl", "b": "files/more.jsonl"}
+    assert ask(dataset="", more=f"{jobs % 8}\nmax_steps: 30") == words
+    assert ask(lora_r="8, 16") == ask(lora_r="8") == ask()
+    assert ask_preview(read(lora_r="8, 16", dataset="")) is None
+
+
+def test_a_plan_asks_for_no_dataset(read):
+    """Catches a plan that waits for a dataset, or tells to give --epoch_tokens, which the form has not."""
+    asked = ask_plan(read())
+    assert asked is not None and "--dataset" not in asked and ask_plan(read(dataset="")) == asked
+
+
+def test_a_copied_sweep_has_its_grid_in_the_fields(read, tmp_path):
+    """Catches a copy whose values have to be edited as JSON, beside fields that are empty; an option given twice
+    when its field is edited; a value of the listed jobs that is lost; and a job's copy that is the whole sweep."""
+    grid = {"lr": [1e-4, 2e-4], "lora_r": [8, 16], "use_dora": [True, False], "lora_dropout": [0.1]}
+    sweep = {"grid": grid | {"lora_target_modules": ["q_proj", "v_proj"], "lora_alpha": [4, 8]}}
+    sweep["jobs"] = [{"name": "own", "lora_r": 4}]
+    values = {"model_name_or_path": "files/base", "dataset": "files/rows.jsonl", "lora_alpha": 6, "sweep": sweep}
+    folder = tmp_path / "runs/first"
+    config = RunConfig(output_dir=str(folder), **values)
+    for job in read_jobs(config):
+        (folder / job.name).mkdir(parents=True)
+        (folder / job.name / "config.yaml").write_text(job.config.to_yaml())
+    (folder / "config.yaml").write_text(config.to_yaml())
+    (folder / "sweep.json").write_text("{}")
+
+    texts = form.fill_fields(form.clone_run(tmp_path / "runs", "first"), [*BASIC, "use_dora", "sweep", MORE])
+    shown = ("learning_rate", "lora_r", "use_dora", "lora_alpha")
+    assert [texts[name] for name in shown] == ["0.0001, 0.0002", "8, 16", "true, false", "6"]
+    left = {"lora_dropout": [0.1], "lora_target_modules": ["q_proj", "v_proj"], "lora_alpha": [4, 8]}
+    assert json.loads(texts["sweep"]) == {"grid": left, "jobs": sweep["jobs"]}
+    jobs = {tuple(sorted(job.options.items())) for job in read_jobs(config) if "use_dora" in job.options}
+
+    def list_grid(filled):
+        return {tuple(sorted(job.options.items())) for job in filled.jobs if "use_dora" in job.options}
+
+    copied = read(**texts)
+    assert copied.problems == {} and list_grid(copied) == jobs and len(copied.jobs) == len(jobs) + 1
+    edited = read(**texts | {"learning_rate": "1e-3", "lora_r": "8, 16, 32", "lora_alpha": "1, 2"})
+    assert edited.problems == {} and len(edited.jobs) == 1 + 3 * 2 * 2 * 2
+    assert len(read(learning_rate="1, 2", **{MORE: "sweep: {grid: {lr: [3]}}"}).jobs) == 2  # and not "given twice"
+    whole = read(**form.fill_fields(values | {"sweep": {"grid": {"lora_r": [8, 16]}}}, [*BASIC, "sweep", MORE]))
+    assert whole.values["sweep"] == {"grid": {"lora_r": [8, 16]}}
+
+    one = read(**form.fill_fields(form.clone_run(tmp_path / "runs", "first/own"), [*BASIC, "sweep", MORE]))
+    assert one.problems == {} and one.jobs == () and (one.values["lora_r"], one.values["lora_alpha"]) == (4, 6)
+
+
+def test_a_field_takes_several_values_where_they_are_a_sweep():
+    """Catches a choice that may differ by job, and whose field takes one value alone."""
+    pytest.importorskip("gradio")
+    from lorashard_ui.pages.option_fields import make_field
+
+    method = METHODS["sft"]
+    known = read_known_options(method)
+    for name, text in {"use_dora": "true, false", "lr_scheduler_type": "linear, cosine", "lora_r": "8, 16"}.items():
+        assert make_field(name, known[name], method).preprocess(text) == text
 
 
 def test_command_and_yaml_say_what_the_form_says(read, tmp_path):
@@ -270,7 +357,8 @@ def test_what_a_merge_offers_is_what_the_command_takes():
 
 
 def test_every_option_describes_itself():
-    """Catches an option in the form without a word of what it is for, and one that would be refused."""
+    """Catches an option in the form without a word of what it is for, one that would be refused, and one that the
+    search over all of them does not find."""
     for method in METHODS.values():
         options = form.list_choosable(method)
         assert not options.keys() & {"deepspeed", "hub_token", "output_dir", "use_cpu", "do_train"}
@@ -278,5 +366,7 @@ def test_every_option_describes_itself():
             default, text = form.describe_option(option, method)
             assert len(text) > 10, name
             assert isinstance(default, str)
+        found = {name for _, name in list_others(method.name)}
+        assert found == options.keys() - {"gpus"} and {"dtype", "placement", "lora_dropout"} <= found
     learning_rate = read_known_options(METHODS["dpo"])["learning_rate"]
     assert form.describe_option(learning_rate, METHODS["dpo"])[0] == "1e-05"

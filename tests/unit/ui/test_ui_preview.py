@@ -41,6 +41,8 @@ def test_each_example_is_a_card_under_one_legend():
     assert cards.count("<article") == 2 and cards.count('<mark class="supervised">') == 2
     assert "supervised" not in read_text(cards.replace("1 supervised", ""))
     assert describe_examples(rows, "dpo").count("<mark") == 1 and "<mark" not in describe_examples(rows, "grpo")
+    other = make_row() | {"format": "text"}
+    assert "Format: messages; text. Loss on: assistant turns." in describe_examples([*rows, other], "sft")
     assert "rows.jsonl line 2 cannot be trained on: empty field" in cards
     assert all(re.search(f">{name} .*1 supervised.*>{answer}<", cards) for name, answer in answers.items())
 

@@ -13,9 +13,11 @@ pytest.importorskip("gradio")
 from helpers.ui_runs import make_run, owned, write_lines
 
 from lorashard.config.run_config import RunConfig
+from lorashard_ui.app_context import AppContext
 from lorashard_ui.drawing.markup import figures
 from lorashard_ui.drawing.run_facts import describe_placement, list_figures
 from lorashard_ui.pages.run import add_zoom
+from lorashard_ui.pages.run_controls import show_controls
 from lorashard_ui.pages.run_figures import draw_chosen, write_title
 from lorashard_ui.reading.defaults import find_chosen
 from lorashard_ui.reading.reader import RunReader
@@ -70,6 +72,25 @@ def test_the_tab_tells_how_far_which_run_is(tmp_path, phase, status, expected):
         return
     with owned(folder):
         assert write_title(RunReader(folder).summary()) == expected
+
+
+def test_the_button_of_the_next_step_stands_out(tmp_path):
+    """Catches a button that cannot be pressed in the color of the one to press, as "Stop and save" of a run that is
+    over; and two in that color."""
+    context = AppContext.open(tmp_path)
+    folder = make_run(tmp_path, phase="train")
+
+    def list_buttons() -> dict[str, tuple[bool, str]]:
+        reader = context.runs.get("one")
+        shown = show_controls(context, reader, reader.summary(), "")
+        return {name: (shown[name]["interactive"], shown[name]["variant"]) for name in ("stop", "resume")}
+
+    with owned(folder):
+        assert list_buttons() == {"stop": (True, "primary"), "resume": (False, "secondary")}
+    places = {"model_name_or_path": str(tmp_path), "dataset": str(folder / "metrics.jsonl")}
+    (folder / "config.yaml").write_text(yaml.safe_dump(places | {"overwrite_output_dir": True}))
+    assert list_buttons() == {"stop": (False, "secondary"), "resume": (True, "primary")}
+    context.close()
 
 
 def test_zooms_of_charts_are_kept_apart_and_nonsense_is_none():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import socket
 import subprocess
 import sys
 from collections.abc import Coroutine
@@ -17,7 +18,7 @@ from lorashard.cli import main
 from lorashard.errors import ConfigError
 from lorashard_ui.serving.accounts import SESSION_S, Accounts
 from lorashard_ui.serving.guard import Guard
-from lorashard_ui.serving.options import UiOptions
+from lorashard_ui.serving.options import UiOptions, name_host
 
 PASSWORD = "pass:word with spaces "
 
@@ -72,6 +73,12 @@ def test_addresses_of_this_machine_need_no_password(host):
     """Whoever tries it at home would have to invent a password."""
     assert UiOptions.read(["--host", host]).host == host
     assert UiOptions.read(["--host=0.0.0.0", "--auth", "users"]).auth == "users"
+
+
+def test_the_printed_address_leads_here_from_elsewhere():
+    """Catches 127.0.0.1 in the address of a server that listens for other machines, and an IPv6 address as it is."""
+    assert {name_host("0.0.0.0"), name_host("::")} == {socket.gethostname()}
+    assert (name_host("::1"), name_host("192.0.2.5")) == ("[::1]", "192.0.2.5")
 
 
 def test_a_file_of_users_is_read(tmp_path):
