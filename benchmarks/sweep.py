@@ -9,11 +9,15 @@ it is as long, and as likely to be disturbed, whatever N is. Of the seconds the 
 process can only make one slower; processor seconds are those of all threads of a rank. N runs one after another take,
 for each job and step, what a run alone takes. The gradients of the first job are compared with those of the run alone,
 bit for bit. Memory is the most that a first step takes above what was held before the base, beside what the plan says.
+
+On a CPU the C library keeps the memory that is freed, as a GPU's allocator does: what it hands back, the next step has
+to fault in again, and the more activations there are, the more of them it hands back.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -61,6 +65,7 @@ ARITHMETIC = "arithmetic"
 JOB_STEPS_A_TURN = max(COUNTS)  # one step of all jobs, or as many of a run alone
 HEADER = ("placement, jobs", "step, s", "x a run's", "processor, s", "x a run's", "beside the arithmetic", "moved, MiB")
 PREDICTED = {"model": "meta-llama/Llama-3.3-70B-Instruct", "gpu_type": "rtx4090", "lora_r": 4, "tokens": 512}
+KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 LORA = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -110,6 +115,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         build_base(size).save_pretrained(folder)
         job = {"measure": "all", "size": asdict(size), "device": args.device, "steps": args.steps, "folder": folder}
+        os.environ.update(KEPT_MEMORY)  # which ranks inherit
         ranks = launch(Path(__file__), job, args.world_size, args.device)
         planned = plan_here(folder, size, args)
     config = asdict(size) | {"world_size": args.world_size, "device": args.device, "turns": args.steps}
