@@ -14,7 +14,7 @@ from helpers import warm
 from helpers.forked_ranks import QUICK_START
 from helpers.paths import DEMO, ROOT
 
-CPU_BUDGET_S = 250  # the demo is given 180, the sweep trains four jobs, and the benchmark of peers starts ranks
+CPU_BUDGET_S = 320  # the demo is given 180, the sweep trains four jobs, and the benchmark of peers starts ranks
 
 
 def run(script: str, *arguments: str, start: Callable = subprocess.run) -> subprocess.CompletedProcess:
