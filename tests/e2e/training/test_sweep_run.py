@@ -13,7 +13,7 @@ from helpers.finetune import LORASHARD, build_task, read_lines, read_losses, run
 from helpers.survival import count_steps, finish, is_same_adapter, kill_all, kill_when, sees, start, train
 from helpers.waiting import wait_until
 
-CPU_BUDGET_S = 185  # some ten forked runs, most of several jobs
+CPU_BUDGET_S = 230  # some ten forked runs, most of several jobs
 
 STEPS = 10
 JOBS: list[dict[str, Any]] = [
