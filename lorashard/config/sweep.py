@@ -113,11 +113,14 @@ def named_in_errors(name: str, locate: Callable[[str], str] = lambda option: "")
     """While the body runs, add a job's name to the place of a user's mistake.
 
     Args:
+        name: empty for a run that is no sweep, to whose mistakes nothing is added.
         locate: returns the file and line of an option, for a mistake that has no place.
     """
     try:
         yield
     except UserError as error:
+        if not name:
+            raise
         where = _join(str(error.where or locate(error.option or "")), f"job {name}")
         raise type(error).of_json(error.to_json() | {"where": where}) from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
@@ -71,7 +70,7 @@ def preview_run(config: RunConfig, num_rows: int = 3, max_tokens: int | None = N
     shown: list[PreviewRow] = []
     for number, (job, run) in enumerate(runs.items()):
         num_here = num_rows // len(runs) + (number < num_rows % len(runs))
-        with named_in_errors(job) if job else nullcontext():
+        with named_in_errors(job):
             rows = preview(run.data_options(), tokenizer, num_here, run.trl_method, options, max_tokens)
         shown += [replace(row, place=f"{row.place}, job {job}") for row in rows] if len(runs) > 1 else rows
     return shown

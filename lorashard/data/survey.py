@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +72,7 @@ def survey_run(config: RunConfig, longest_s: float = _LONGEST_S) -> Survey:
     tokenizer, options = load_tokenizer(**config.tokenizer_options()), fill_trainer_options(config)
     found = {}
     for job, run in runs.items():
-        with named_in_errors(job) if job else nullcontext():
+        with named_in_errors(job):
             found[job] = survey(run.data_options(), tokenizer, run.trl_method, options, longest_s / len(runs))
     return choose_longest(found)
 

@@ -99,24 +99,25 @@ class _Chosen:
         return self._implementation if name == "_attn_implementation" else getattr(self._config, name)
 
 
-class _LocalHeads:
+class LocalHeads:
     """An attention module as an implementation sees it that computes some of its heads.
 
     Attributes:
+        num_key_value_groups: query heads for each key-value head, which may be repeated.
         sinks: [heads], of these; only where the module has some.
     """
 
     def __init__(
-        self, module: nn.Module, config: _Chosen, num_key_value_groups: int, sinks: torch.Tensor | None = None
+        self, module: nn.Module, config: Any, num_key_value_groups: int, sinks: torch.Tensor | None = None
     ) -> None:
-        self._module = module
+        self.module = module
         self.config = config
         self.num_key_value_groups = num_key_value_groups
         if sinks is not None:
             self.sinks = sinks
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self.module, name)
 
 
 def count_shared_heads(model: PreTrainedModel) -> int:
@@ -193,7 +194,7 @@ def _attend(
     implementation = _find_implementation(module, chosen)
     rows: SlicedRows | None = options.pop(ROWS_ARGUMENT, None)
     if rows is None:
-        local = _LocalHeads(module, config, query.shape[1] // key.shape[1])
+        local = LocalHeads(module, config, query.shape[1] // key.shape[1])
         return implementation(local, query, key, value, attention_mask, **options)
     sinks = options.get("s_aux")
     if sinks is not None:  # a value for each head
@@ -211,7 +212,7 @@ def _attend(
         options["position_ids"] = rows.position_ids
     query, key, value = _give_tokens(query, key, value, rows.group)
     mask = rows.find_mask(config, query, options.get("sliding_window") is not None)
-    local = _LocalHeads(module, config, query.shape[1] // key.shape[1], sinks)
+    local = LocalHeads(module, config, query.shape[1] // key.shape[1], sinks)
     output, _ = implementation(local, query, key, value, mask, **options)
     return _give_heads(output, rows.group), None
 

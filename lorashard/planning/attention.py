@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..model.sequence_attention import attends_by_name
+from ..model.sequence_attention import LocalHeads, attends_by_name
 from .tracker import Tracker, Work
 
 _ATTENTION_NAME = "lorashard_trace"
@@ -70,7 +70,7 @@ def _attend_by_sdpa(has_mask: bool) -> _Attend:
 
 
 def _attend_eagerly(
-    heads: _SomeHeads, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    heads: LocalHeads, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
 ) -> Any:
     rows, _, tokens, _ = query.shape
     mask = torch.empty(rows, 1, tokens, tokens, dtype=query.dtype)
@@ -90,7 +90,7 @@ def _exchange_around(attend: _Attend, tracker: Tracker, num_ranks: int) -> _Atte
         sinks = options.get("s_aux")
         if sinks is not None:  # a value for each head
             sinks = options["s_aux"] = sinks[: query.shape[1]]
-        heads = _SomeHeads(module, query.shape[1] // key.shape[1], sinks)
+        heads = LocalHeads(module, module.config, query.shape[1] // key.shape[1], sinks)
         output, weights = attend(heads, query, key, value, mask, **options)
         (output,) = _Exchange.apply(tracker, num_ranks, 1, 2, output)  # tokens come before heads here
         return output, weights
@@ -105,23 +105,6 @@ def _repeat(tensor: torch.Tensor, num_heads: int, num_ranks: int) -> torch.Tenso
         return tensor
     wanted = num_ranks if num_ranks % count == 0 else num_heads
     return repeat_kv(tensor, wanted // count)
-
-
-class _SomeHeads:
-    """An attention module's part of its heads.
-
-    Attributes:
-        num_key_value_groups: query heads for each key-value head, which may be repeated.
-        sinks: [heads], of these; None where the module has none.
-    """
-
-    def __init__(self, module: nn.Module, num_key_value_groups: int, sinks: torch.Tensor | None) -> None:
-        self.module = module
-        self.num_key_value_groups = num_key_value_groups
-        self.sinks = sinks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
 
 
 class _Exchange(torch.autograd.Function):

@@ -88,19 +88,19 @@ def test_the_folder_of_the_start_is_read_but_for_what_is_hidden(tmp_path, monkey
     """Catches keys and tokens of a home that may be named as a dataset, also through a link; a file of the folder that
     an option writes; and all of a machine whose server was started in `/`."""
     monkeypatch.chdir(tmp_path)
-    for name in ("runs", "work/data/.keys", "work/.ssh", "else"):
+    for name in ("runs", "place/data/.keys", "place/.ssh", "else"):
         (tmp_path / name).mkdir(parents=True)
-    os.symlink(tmp_path / "work/.ssh", tmp_path / "work" / "link")
-    os.symlink(tmp_path / "else", tmp_path / "work" / "outside")
-    started = Allowed(tmp_path / "runs", start=tmp_path / "work")
-    for path in ("work", "work/data/rows.jsonl"):
+    os.symlink(tmp_path / "place/.ssh", tmp_path / "place" / "link")
+    os.symlink(tmp_path / "else", tmp_path / "place" / "outside")
+    started = Allowed(tmp_path / "runs", start=tmp_path / "place")
+    for path in ("place", "place/data/rows.jsonl"):
         started.check_options({"dataset": path, "model_name_or_path": path})
-    for path in ("work/.ssh/id_rsa", "work/data/.keys/a", "work/link/id_rsa", "work/outside/a", "work/../else/a"):
+    for path in ("place/.ssh/id_rsa", "place/data/.keys/a", "place/link/id_rsa", "place/outside/a", "place/../else/a"):
         with pytest.raises(ConfigError, match="nothing hidden"):
             started.check_options({"dataset": path})
     for option in ("logging_dir", "resume_from_checkpoint", "accelerator_config"):
         with pytest.raises(ConfigError, match=option):
-            started.check_options({option: "./work/data"})
+            started.check_options({option: "./place/data"})
     with pytest.raises(ConfigError, match="dataset"):
         Allowed(tmp_path / "runs", start=Path("/")).check("/etc/passwd", "dataset")
 
