@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lorashard.runtime.gpus import list_gpus
+
 from .form.paths import Allowed
 from .reading.runs import Runs
 from .running import control
@@ -54,7 +56,7 @@ class AppContext:
         Raises:
             ConfigError: as `control.start_run`.
         """
-        self.worker.close()  # frees its GPU memory for the run
+        self._free_gpus()
         return control.start_run(self.root, name, config_yaml, is_suggested)
 
     def resume_run(self, name: str) -> None:
@@ -63,7 +65,7 @@ class AppContext:
         Raises:
             UserError: as `control.resume_run`.
         """
-        self.worker.close()
+        self._free_gpus()
         control.resume_run(self.root, name)
 
     def delete_run(self, name: str) -> None:
@@ -76,6 +78,11 @@ class AppContext:
         for chat in self.chats.list():
             if control.is_of(chat.name, name):
                 chat.unload("its run was deleted")
+
+    def _free_gpus(self) -> None:
+        """End what plans, whose process keeps some of the memory of the GPUs that it has planned for."""
+        if list_gpus():
+            self.worker.close()
 
     def close(self) -> None:
         """Stop the chats and the worker. Runs and jobs continue."""

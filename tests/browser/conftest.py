@@ -31,9 +31,10 @@ from playwright.sync_api import (
 )
 
 # What Gradio says where a person goes on to another page: it closes the connection, and then, of each question that is
-# still open, that there will be no answer. Where a connection is lost in another way, the first is another error.
+# still open, that there will be no answer. A question that comes after it opens another connection, of a session that
+# the server has forgotten by then. Where a connection is lost in another way, the first is another error.
 _LEFT = re.compile(r"AbortError: signal is aborted without reason\n(.*\n)*? *at \S+\.close \(")
-_UNANSWERED = "Unexpected error Connection errored out."
+_UNANSWERED = re.compile(r"Unexpected error (Connection errored out\.|404: Not Found)|.*/queue/data\?", re.DOTALL)
 _WINDOW = {"width": 1400, "height": 900}
 # Its sandbox needs rights that containers do not have, and the only pages are this project's. One process for all tabs
 # compiles Gradio's scripts once, which takes two seconds of the processor's time.
@@ -196,10 +197,11 @@ def watch(browser) -> Callable[[Page, list[str]], None]:
         def note_console(message: ConsoleMessage) -> None:
             if message.type != "error":
                 return
+            told = f"{message.text} ({message.location.get('url')})"
             if _LEFT.match(message.text):
                 left.add(message.page)
-            elif not (message.page in left and message.text.startswith(_UNANSWERED)):
-                errors.append(f"an error in the console: {message.text} ({message.location.get('url')})")
+            elif not (message.page in left and _UNANSWERED.match(told)):
+                errors.append(f"an error in the console: {told}")
 
         def note_error(error: Error) -> None:
             errors.append(f"an error of JavaScript: {error}")

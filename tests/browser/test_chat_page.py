@@ -67,6 +67,7 @@ def test_base_and_adapter_answer_side_by_side_in_plain_text(server, page, open_t
     takes along, and a model that is dead and is waited for."""
     open_page(page, "chat?run=demo")
     expect(page.get_by_label("Run", exact=True)).to_have_value("demo")
+    expect(page.get_by_text("Not loaded. Press Load")).to_be_visible()
     expect(page.get_by_role("button", name="Unload")).to_be_disabled()
     shorten_answers(page)
     question = f"Book lunch with Anna on Friday {EVIL} {EVIL_MARKDOWN}"

@@ -15,7 +15,7 @@ from playwright.sync_api import Locator, Page, expect
 from lorashard.runtime.disk import show_bytes
 
 CPU_BUDGET_S = (
-    300  # a process that plans and counts, one that checks, and a page that draws its fields anew as one types
+    180  # a process that plans and counts, one that checks, and a page that draws its fields anew as one types
 )
 WORKER_MS = 150_000  # it loads torch first
 # Whether the text of an element has a contrast of 4.5 to what is behind it, layers of color over one another (WCAG 2).

@@ -79,7 +79,7 @@ def test_table_is_sorted_filtered_and_compared(page, ui_server, add_demo_run):
     expect(page.get_by_text("Delete this run")).to_be_hidden()
     assert (ui_server.root / LONG).exists()
     page.get_by_role("button", name="Delete 1 selected").click()
-    page.get_by_role("button", name="Delete for good").click()
+    page.get_by_role("button", name="Delete permanently").click()
     expect(page.get_by_text(f"Deleted: {LONG}")).to_be_visible()
     expect(page.locator("[data-delete]")).to_be_hidden()
     expect(page.locator("tbody a")).to_have_count(3)

@@ -27,6 +27,7 @@ BEFORE_LOGIN = ["/config", "/theme.css", "/gradio_api/info", "/gradio_api/openap
 BEFORE_LOGIN += ["/gradio_api/heartbeat/abc", "/gradio_api/startup-events", "/assets/x.js", "/gradio_api/file=x"]
 HUB_TOKEN = "hf_" + "Secret" * 6
 PASSWORD = "correct horse"
+_IS_FOCUSED = "(name) => document.activeElement.name === name"  # a field that is focused by the page, as it is drawn
 
 
 @pytest.fixture(scope="module")
@@ -372,13 +373,14 @@ def test_a_person_logs_in_and_ctrl_c_ends_the_server_at_once(open_tab, guarded_u
     shutil.rmtree(guarded_ui.root / ".serving-alive")
     page = open_tab(guarded_ui, viewport={"width": 390, "height": 844})
     page.goto("compare?runs=a,b")
-    page.wait_for_function("document.activeElement.name == 'username'")
+    page.wait_for_function(_IS_FOCUSED, arg="username")
     check_no_overflow(page)
     page.keyboard.type("ada")
     page.keyboard.press("Tab")
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     page.get_by_role("alert").wait_for()
+    page.wait_for_function(_IS_FOCUSED, arg="password")
     page.keyboard.type(PASSWORD)
     page.keyboard.press("Enter")
     page.wait_for_url("**/compare?runs=a,b")
@@ -388,6 +390,7 @@ def test_a_person_logs_in_and_ctrl_c_ends_the_server_at_once(open_tab, guarded_u
     page.wait_for_url("**/login*")
     page.goto("new")
     page.wait_for_url("**/login?next=new")
+    page.wait_for_function(_IS_FOCUSED, arg="username")
     page.keyboard.type("ada")
     page.keyboard.press("Tab")
     page.keyboard.type(PASSWORD)

@@ -39,24 +39,25 @@ class EstimatePanel:
         """
         context, failed = self._context, gr.update(elem_classes=_CURRENT)
 
-        def estimate(
-            question: tuple[list[str], list[str]] | None, gpu_type: str, count: int
-        ) -> Iterator[dict[str, Any]]:
-            if question is None:
-                yield gr.update(value=markup.note(_WAITS), elem_classes=_CURRENT)
-                return
+        def wait() -> Iterator[dict[str, Any]]:
             yield gr.update(elem_classes=_STALE)
+            context.worker.wait_for_rest()
+
+        def estimate(question: tuple[list[str], list[str]] | None, gpu_type: str, count: int) -> dict[str, Any]:
+            if question is None:
+                return gr.update(value=markup.note(_WAITS), elem_classes=_CURRENT)
             plan_words, data_words = question
             try:
                 found = context.worker.estimate(plan_words, gpu_type or None, count, data_words)
             except ConfigError as error:
-                yield failed | {"value": markup.note(f"Not known: {error}", "warning")}
-                return
-            yield gr.update(value=draw_figures(list_figures(found)), elem_classes=_CURRENT)
+                return failed | {"value": markup.note(f"Not known: {error}", "warning")}
+            return gr.update(value=draw_figures(list_figures(found)), elem_classes=_CURRENT)
 
         inputs = [self.question, *machine]
         asking = [part.change for part in inputs]
-        gr.on(asking, estimate, inputs, self._shown, trigger_mode="always_last", **QUIET)
+        options: dict[str, Any] = {"outputs": self._shown, "trigger_mode": "always_last", **QUIET}
+        # Once nobody types any more, the newest question is answered.
+        gr.on(asking, wait, None, **options).then(estimate, inputs, **options)
 
 
 def draw_figures(figures: Sequence[Figure]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +59,13 @@ from .preview_panel import PreviewPanel
 from .refreshing import QUIET
 
 _GPUS_EVERY_S = 15
-_NOTHING_SHOWN: dict[str, Any] = {"method": "sft", "problems": {}, "options": None}
+_NOTHING_SHOWN: dict[str, Any] = {"method": "sft", "problems": {}}
 _OPEN_RUN = (
     "(name) => { if (name) setTimeout(() => { window.location.href = 'run?name=' + encodeURIComponent(name); }, 300); }"
 )
+# Gradio goes through all inputs of an event at each of its steps, which took half a second of the browser's time for
+# each change of a form of this size: its values are sent as one.
+_GATHER = "(...values) => JSON.stringify(values)"
 # A reload is to show what has been changed since, and not the run of the address again.
 _FORGET_SOURCE = "() => { history.replaceState(history.state, '', location.pathname); return []; }"
 
@@ -103,12 +106,16 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
     opened = gr.State([])  # the options that were chosen by the search
     model_question = gr.State(None)
     started = gr.Textbox(visible="hidden")
+    typed = gr.Textbox(visible="hidden")  # what all fields hold
+    gathering: dict[str, Any] = {"fn": None, "inputs": inputs, "outputs": typed, "js": _GATHER, **QUIET}
     is_starting, refused = gr.State(False), gr.State(Finding())
+    checked_options = gr.State(None)  # those that the check shown is of
 
-    def read(values: Sequence[Any]) -> Form:
-        return read_form(
-            {name: to_text(value) for name, value in zip(names, values, strict=True)}, context.root, context.allowed
-        )
+    def read_texts(typed: str) -> dict[str, str]:
+        return {name: to_text(value) for name, value in zip(names, json.loads(typed), strict=True)}
+
+    def read(texts: dict[str, str]) -> Form:
+        return read_form(texts, context.root, context.allowed)
 
     def to_start(form: Form) -> list[str]:
         return [form.name, form.to_yaml()]
@@ -120,17 +127,20 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
         refused: Finding,
         planned: Finding,
         previewed: Finding,
-        *values: Any,
+        checked_options: str | None,
+        typed: str,
     ) -> list[Any]:
-        form, before = read(values), json.loads(seen)
+        if not typed:  # the page is still being filled in
+            return [gr.skip()] * len(outputs)
+        texts, before = read_texts(typed), json.loads(seen)
+        form = read(texts)
+        method = form.method
         to_plan, to_preview = (None, None) if is_starting else (ask_plan(form), ask_preview(form))
         told, is_waiting = read_findings([(to_plan, planned), (to_preview, previewed)])
         told += [refused] if refused.question == to_start(form) else []
         is_wrong = bool(form.problems or any(finding.problem for finding in told))
-        texts = dict(zip(names, map(to_text, values), strict=True))
-        method = form.method
         problems, options = place_problems(form, told, parts.fields), form.to_yaml()
-        now = {"method": method.name, "problems": problems, "options": options, "opened": opened}
+        now = {"method": method.name, "problems": problems, "opened": opened}
         updates = update_fields(parts.fields, before, now, texts)
         updates[NAME] = merge(updates[NAME], placeholder=form.name)
         finds = gr.update(choices=list_others(method.name)) if before["method"] != method.name else gr.skip()
@@ -146,8 +156,7 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
             gr.skip() if is_starting else summarize(form, told, is_waiting),
             finds,
             gr.update(variant="secondary" if is_wrong else "primary"),
-            # What was checked was another run.
-            gr.update(elem_classes=["stale"]) if options != before["options"] else gr.skip(),
+            gr.update(elem_classes=[] if checked_options in (None, options) else ["stale"]),
             *updates.values(),
         ]
 
@@ -165,11 +174,12 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
     outputs += [parts.find, parts.start, parts.checked, *inputs]
     findings = [parts.plan.finding, parts.preview.finding]
     refreshing: dict[str, Any] = {
-        "fn": refresh, "inputs": [shown, opened, is_starting, refused, *findings, *inputs], "outputs": outputs,
-        "trigger_mode": "always_last", **QUIET,
+        "fn": refresh, "outputs": outputs, "trigger_mode": "always_last",
+        "inputs": [shown, opened, is_starting, refused, *findings, checked_options, typed], **QUIET,
     }  # fmt: skip
     # Not `input`: Gradio's text fields do not send it for Backspace or pasted text.
-    gr.on([part.change for part in (*inputs, *findings, is_starting)], **refreshing)
+    gr.on([part.change for part in inputs], **gathering)
+    gr.on([part.change for part in (typed, *findings, is_starting, checked_options)], **refreshing)
 
     def describe_model(name: str | None) -> str:
         if not name:
@@ -181,38 +191,40 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
 
     model_question.change(describe_model, model_question, parts.model_note, trigger_mode="always_last", **QUIET)
 
-    def check(*values: Any) -> Iterator[Any]:
-        form = read(values)
-        if (wrong := explain_first(form)) is not None:
-            yield gr.update(value=wrong, visible=True, elem_classes=[])
+    def check(typed: str) -> Iterator[dict[Any, Any]]:
+        form, text = read(read_texts(typed)), "Checking \u2026"
+        wrong = explain_first(form)
+        begun = gr.update(value=wrong or text, visible=True, elem_classes=[])
+        yield {parts.checked: begun, checked_options: form.to_yaml()}
+        if wrong is not None:
             return
-        text = "Checking \u2026"
-        yield gr.update(value=text, visible=True, elem_classes=[])
         lines: list[str] = []
         try:
             for line in context.worker.validate(form.to_words(context.root)):
                 is_warning = line.startswith(WARNING)
                 mark = "\u26a0" if is_warning else "\u2713"
                 lines.append(f"{mark} {show_paths(line.removeprefix(WARNING))}")
-                yield gr.update(value="\n".join([*lines, text]), visible=True)
+                yield {parts.checked: gr.update(value="\n".join([*lines, text]), visible=True)}
             lines.append("\u2713 All checks passed.")
         except ConfigError as error:
             lines.append(f"\u2715 {show_paths(tell(error, form.method))}")
-        yield gr.update(value="\n".join(lines), visible=True)
+        yield {parts.checked: gr.update(value="\n".join(lines), visible=True)}
 
-    parts.check.click(check, inputs, parts.checked, trigger_mode="once", **QUIET)
+    checking = parts.check.click(**gathering)
+    checking.then(check, typed, [parts.checked, checked_options], trigger_mode="once", **QUIET)
 
     questions = [parts.plan.question, parts.preview.question, parts.estimate.question, model_question]
 
-    def start(*values: Any) -> Iterator[dict[Any, Any]]:
-        form = read(values)
+    def start(typed: str) -> Iterator[dict[Any, Any]]:
+        texts = read_texts(typed)
+        form = read(texts)
         if explain_first(form) is not None:
             yield {started: ""}  # the summary tells it, maybe by now of other options: this answer may be late
             return
         # What plans holds a GPU's memory, which the run needs: questions that are still to be asked are taken back.
         yield {started: "", parts.summary: markup.note("Starting \u2026"), is_starting: True} | dict.fromkeys(questions)
         try:
-            is_suggested = not to_text(dict(zip(names, values, strict=True))[NAME]).strip()
+            is_suggested = not texts[NAME].strip()
             name = context.start_run(form.name, form.to_yaml(), is_suggested)
         except ConfigError as error:
             yield {is_starting: False, refused: Finding.of_error(to_start(form), error)}
@@ -221,7 +233,7 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
         yield {started: name, parts.summary: markup.tag("p", "Started: ", link, class_="note", role="status")}
 
     outcome = [started, parts.summary, is_starting, refused, *questions]
-    starting = parts.start.click(start, inputs, outcome, trigger_mode="once", **QUIET)
+    starting = parts.start.click(**gathering).then(start, typed, outcome, trigger_mode="once", **QUIET)
     starting.then(None, started, None, js=_OPEN_RUN)
     starting.then(None, None, None, js=SHOW_PROBLEMS)
 
@@ -260,12 +272,12 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
 
     filled = [parts.loaded, *inputs]
     # A field that is not shown tells of no change, so what fills in the form asks for the rest itself.
-    parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **QUIET).then(**refreshing)
+    parts.load.upload(load, parts.load, filled, trigger_mode="always_last", **QUIET).then(**gathering)
     # Not `input`: Gradio's lists send it also when they are left, which would fill in again. What was chosen does not
     # stay, so that it can be chosen once more.
     beginning = parts.source.change(begin, parts.source, [parts.source, *filled], trigger_mode="always_last", **QUIET)
-    beginning.then(**refreshing)
-    parts.clear.click(lambda: fill_kept(empty), None, filled, **QUIET).then(**refreshing)
+    beginning.then(**gathering)
+    parts.clear.click(lambda: fill_kept(empty), None, filled, **QUIET).then(**gathering)
 
     def keep(path: str | None) -> list[Any]:
         try:
@@ -319,8 +331,8 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
     page = gr.context.Context.root_block
     assert page is not None
     arriving = page.load(arrive, kept, [parts.source, *filled], **QUIET)
-    arriving.then(None, None, None, js=_FORGET_SOURCE).then(**refreshing)
-    parts.plan.taken.then(**refreshing)
+    arriving.then(None, None, None, js=_FORGET_SOURCE).then(**gathering)
+    parts.plan.taken.then(**gathering)
     page.load(None, None, None, js=SCRIPT)
     _bind_completion(choices, parts)
     if list_gpus():

@@ -14,7 +14,7 @@ import gradio as gr
 import plotly.graph_objects as go
 
 # Of an event: no spinner over what it changes, and no endpoint for programs.
-QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+QUIET: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 
 
 class Parts:

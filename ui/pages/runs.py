@@ -109,7 +109,7 @@ def build(context: AppContext) -> None:
     with gr.Column(visible=False) as question:
         question_text = make_html()
         with gr.Row():
-            delete = gr.Button("Delete for good", variant="stop", min_width=120)
+            delete = gr.Button("Delete permanently", variant="stop", min_width=120)
             keep = gr.Button("Keep them", min_width=120)
     runs = make_html(js_on_load=_SCRIPT)
     misnamed = make_html(visible=False)

@@ -1,8 +1,9 @@
 """Run what needs torch in processes of their own: the server does not import it, and holds no GPU memory.
 
 A process starts with the first question (seconds, while torch is imported) and answers the next ones at once. It ends
-when it has been idle for a while, with the server, and by `close`, which is called before a run starts: a process that
-has planned for GPUs keeps some of their memory. Questions and answers are JSON messages through pipes.
+when it has been idle for a while, with the server, and by `close`, which is called before a run starts where there are
+GPUs: a process that has planned for them keeps some of their memory. Questions and answers are JSON messages through
+pipes.
 
 A pool of a library (loky, `concurrent.futures`) does not fit: an answer may come line by line, and is canceled by
 killing the process.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -35,6 +37,8 @@ _TIMEOUT_S = 180.0
 _CHECK_TIMEOUT_S = 3600.0  # reads every row of the data
 _KEEP_S = 60.0  # how long an answer stands: free memory and files change
 _KEPT_ANSWERS = 64
+_REST_S = 0.5
+_LONGEST_REST_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +53,16 @@ class Worker:
     Args:
         idle_s: seconds without a question after which a process ends.
         timeout_s: seconds after which a process that has not answered is ended.
+        rest_s: seconds after a plan in which the next one is likely, as `wait_for_rest` waits for.
         command: starts a process, for tests.
     """
 
     def __init__(
-        self, idle_s: float = _IDLE_S, timeout_s: float = _TIMEOUT_S, command: Sequence[str] | None = None
+        self,
+        idle_s: float = _IDLE_S,
+        timeout_s: float = _TIMEOUT_S,
+        rest_s: float = _REST_S,
+        command: Sequence[str] | None = None,
     ) -> None:
         command = command or [
             sys.executable, *find_python_flags(), "-m", worker_main.__name__, str(idle_s + _IDLE_SLACK_S),
@@ -62,9 +71,12 @@ class Worker:
         self._quick = _Process(command, idle_s)
         self._slow = _Process(command, idle_s)
         self._timeout_s = timeout_s
+        self._rest_s = rest_s
         self._answers: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()
         self._asking: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._num_planning = 0
+        self._planned_s = -math.inf
 
     def warm_up(self) -> None:
         """Start the process of the plan, so that the first question does not wait for torch.
@@ -85,7 +97,26 @@ class Worker:
         Raises:
             ConfigError: that of the command; or the process has ended or does not answer.
         """
-        return self._ask("plan", list(words), gpu_type, num_gpus)
+        with self._lock:
+            self._num_planning += 1
+        try:
+            return self._ask("plan", list(words), gpu_type, num_gpus)
+        finally:
+            with self._lock:
+                self._num_planning -= 1
+                self._planned_s = time.monotonic()
+
+    def wait_for_rest(self) -> None:
+        """Return once `rest_s` have passed since the last plan, or after five seconds.
+
+        While somebody types, an estimate would keep the next plan waiting, and be of options that have changed.
+        """
+        begin_s = time.monotonic()
+        while (now_s := time.monotonic()) < begin_s + _LONGEST_REST_S:
+            rest_s = self._rest_s if self._num_planning else max(begin_s, self._planned_s) + self._rest_s - now_s
+            if rest_s <= 0:
+                return
+            time.sleep(rest_s)
 
     def preview(self, words: Sequence[str], num_rows: int = 3, max_tokens: int | None = None) -> list[dict[str, Any]]:
         """Return the first rows with their tokens, as the fields of `lorashard.data.preview.PreviewRow`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ pytest.importorskip("gradio")
 import gradio as gr
 
 from lorashard.runtime.gpus import Gpu
+from lorashard_ui import app_context
 from lorashard_ui.app_context import AppContext
 from lorashard_ui.pages import new_run
+from lorashard_ui.running import control
 
 
 @pytest.fixture
@@ -44,13 +47,16 @@ def refresh(page: gr.Blocks, texts: dict[str, str], shown: str | None = None) ->
         texts: of fields, by their ids.
         shown: what the browser has kept of the last answer; None where there was none.
     """
-    event = next(event for event in page.fns.values() if event.name == "refresh")
-    ids = [getattr(block, "elem_id", None) for block in event.inputs]
-    kept = next(block for block, name in zip(event.inputs, ids, strict=True) if name is None and not is_state(block))
-    values = [
-        shown if block is kept and shown is not None else texts.get(name or "", block.value)
-        for block, name in zip(event.inputs, ids, strict=True)
-    ]
+    gather, event = (
+        next(event for event in page.fns.values() if is_it(event))
+        for is_it in (lambda event: "stringify" in str(event.js), lambda event: event.name == "refresh")
+    )
+    (typed,) = gather.outputs
+    nameless = [block for block in event.inputs if getattr(block, "elem_id", None) is None and not is_state(block)]
+    (kept,) = [block for block in nameless if block is not typed]
+    held = {typed: json.dumps([texts.get(block.elem_id, block.value) for block in gather.inputs])}
+    held |= {} if shown is None else {kept: shown}
+    values = [held.get(block, block.value) for block in event.inputs]
     answers = dict(zip(event.outputs, event.fn(*values), strict=True))
     return answers[kept], {block.elem_id: answer for block, answer in answers.items() if not is_state(block)}
 
@@ -81,3 +87,16 @@ def test_a_machine_without_a_gpu_begins_with_a_cpu_rank(serve, monkeypatch, num_
     page = serve()
     assert find_field(page, "option-cpu").value == ranks
     assert find_field(page, "option-gpus").visible == bool(num_gpus)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+@pytest.mark.parametrize("act", ["start_run", "resume_run"])
+def test_what_has_planned_for_gpus_ends_before_a_run_starts(tmp_path, monkeypatch, num_gpus, act):
+    """Catches a process that keeps memory of a GPU which the run needs; and, where there is none, six seconds of the
+    processor's time for the next plan, beside the run."""
+    context, done = AppContext.open(tmp_path), []
+    monkeypatch.setattr(app_context, "list_gpus", lambda: [Gpu(0, "GPU-0", "a GPU", 2**34, 2**34)] * num_gpus)
+    monkeypatch.setattr(context.worker, "close", lambda: done.append("closed"))
+    monkeypatch.setattr(control, act, lambda *_: done.append("started"))
+    getattr(context, act)(*["name", "config"][: 2 if act == "start_run" else 1])
+    assert done == ["closed"] * num_gpus + ["started"]

@@ -124,6 +124,23 @@ def test_what_two_panels_ask_at_once_is_answered_once(make_worker, tmp_path):
     assert answers[0] == answers[1]
 
 
+def test_an_estimate_waits_while_somebody_types(make_worker, tmp_path):
+    """Catches an estimate that is made of options which change while it is, and that the next plan waits for."""
+    worker, heard, go = make_worker(rest_s=1.0), tmp_path / "heard", tmp_path / "go"
+    planning = threading.Thread(target=worker.plan, args=(["slow", str(heard), str(go)],))
+    planning.start()
+    wait_until(heard.exists)
+    waiting = threading.Thread(target=worker.wait_for_rest)
+    waiting.start()
+    waiting.join(1.25)
+    assert waiting.is_alive()  # the plan is not there yet
+    end_s = time.monotonic()
+    go.touch()
+    waiting.join()
+    assert time.monotonic() - end_s > 1.0  # nor was there time to look at it
+    planning.join()
+
+
 def test_mistakes_are_the_persons_and_the_process_stays(make_worker):
     """Catches a mistake that costs the process, that is kept as an answer, or is worked out anew for each panel."""
     worker = make_worker()
