@@ -166,7 +166,7 @@ def test_a_long_run_stays_as_it_is(task):
     """Thousands of steps with checkpoints, rotation, evaluations and metrics."""
     watch = Watch(
         task,
-        interval_s=0.5,
+        interval_s=0.2,
         output_dir=task / "long",
         max_steps=NUM_STEPS,
         logging_steps=20,
