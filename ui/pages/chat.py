@@ -158,8 +158,6 @@ def build(context: AppContext) -> None:
         after = exchange.close()
         yield {
             question: unsent,
-            send: gr.update(interactive=True),
-            stop: gr.update(interactive=False),
             told: show_if_any(problem),
             talks: json.dumps(after),
             **{panes[source]: draw_talk(source, after[source]) for source in _SOURCES},
@@ -186,7 +184,9 @@ def build(context: AppContext) -> None:
     unload.click(end_loading, run, told, **QUIET).then(**refreshed)
     asked = [talks, question, *devices, asks_base, system, temperature, top_p, max_new_tokens, seed]
     changed = [question, send, stop, told, talks, *panes.values()]
-    gr.on([send.click, question.submit], answer, asked, changed, **QUIET)
+    answering = gr.on([send.click, question.submit], answer, asked, changed, **QUIET)
+    # Not with the answer's last words: a message that is sent before its event has ended is dropped.
+    answering.then(lambda: [gr.update(interactive=True), gr.update(interactive=False)], None, [send, stop], **QUIET)
     stop.click(cancel, run, None, **QUIET)
     forgotten, talked_with = [talks, told, *panes.values()], gr.State(None)
     reset.click(forget, run, forgotten, **QUIET)

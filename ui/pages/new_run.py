@@ -69,13 +69,19 @@ def build(context: AppContext) -> None:
                     value=None,
                     label="Start from a recipe or an earlier run",
                     elem_id="clone",
+                    interactive=False,  # like the others that fill in the form, until the page has done so
                     scale=3,
                     min_width=180,
                 )
                 load = gr.UploadButton(
-                    "Load YAML", file_types=[".yaml", ".yml"], size="sm", elem_id="load-yaml", min_width=90
+                    "Load YAML",
+                    file_types=[".yaml", ".yml"],
+                    size="sm",
+                    elem_id="load-yaml",
+                    interactive=False,
+                    min_width=90,
                 )
-                clear = gr.Button("Clear", size="sm", elem_id="clear", min_width=60)
+                clear = gr.Button("Clear", size="sm", elem_id="clear", interactive=False, min_width=60)
             loaded = gr.HTML(elem_id="loaded")
             add_typed("model_name_or_path", choices.models())
             model_note = gr.HTML(elem_id="model-note")

@@ -326,11 +326,12 @@ def bind(context: AppContext, choices: Choices, parts: Parts) -> None:
         updates = dict(zip(names, fields, strict=True))
         updates["model_name_or_path"] = merge(updates["model_name_or_path"], choices=choices.models())
         updates["dataset"] = merge(updates["dataset"], choices=choices.datasets())
-        return [gr.update(choices=choices.sources()), said, *updates.values()]
+        ready = gr.update(interactive=True)
+        return [gr.update(choices=choices.sources(), interactive=True), ready, ready, said, *updates.values()]
 
     page = gr.context.Context.root_block
     assert page is not None
-    arriving = page.load(arrive, kept, [parts.source, *filled], **QUIET)
+    arriving = page.load(arrive, kept, [parts.source, parts.load, parts.clear, *filled], **QUIET)
     arriving.then(None, None, None, js=_FORGET_SOURCE).then(**gathering)
     parts.plan.taken.then(**gathering)
     page.load(None, None, None, js=SCRIPT)
