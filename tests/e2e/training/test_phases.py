@@ -131,7 +131,7 @@ def make_many_rows(task: Path) -> Path:
     """Return a dataset that takes seconds to tokenize."""
     many = task / "many.jsonl"
     if not many.exists():
-        many.write_text((task / "rows.jsonl").read_text() * 300)
+        many.write_text((task / "rows.jsonl").read_text() * 1500)
     return many
 
 
