@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lorashard.errors import CheckpointError
-from lorashard.runs.checkpoints import list_checkpoints, read_manifest, read_step
+from lorashard.runs.checkpoints import read_manifest, read_step
 
 from .summaries import measure_size
 
@@ -26,10 +27,10 @@ class CheckpointRow:
     problem: str | None
 
 
-def list_rows(folder: Path) -> list[CheckpointRow]:
-    """Return the checkpoints of a run's folder, the newest first."""
+def describe_checkpoints(checkpoints: Sequence[Path]) -> list[CheckpointRow]:
+    """Return what there is to say of the checkpoint folders of a run."""
     rows = []
-    for checkpoint in list_checkpoints(folder):
+    for checkpoint in checkpoints:
         try:
             time_s = checkpoint.stat().st_mtime
         except OSError:  # it has just been rotated away

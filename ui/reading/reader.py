@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lorashard.errors import ConfigError
+from lorashard.runs.checkpoints import list_checkpoints
 from lorashard.runs.events import EVENTS_NAME, add_event
 
 from .alert import Alert, Facts
 from .alerts import find_alerts
-from .checkpoints import CheckpointRow, list_rows
+from .checkpoints import CheckpointRow, describe_checkpoints
 from .eta import Progress, describe_progress, estimate_rest
 from .jsonl_tail import JsonLines, read_json
 from .logs import list_logs, read_log
@@ -28,7 +29,7 @@ from .states import ASKED_NAME, find_state
 from .summaries import KnownRun, Summary, read_options
 
 _MOST_EVENTS = 2000
-_CHECKPOINTS_S = 5.0  # looking at every file of every checkpoint takes a while
+_CHECKPOINTS_S = 5.0  # to look at every file of every checkpoint takes a while; their names are looked at each time
 
 
 class RunReader:
@@ -47,6 +48,7 @@ class RunReader:
         self._metrics = Metrics(folder / "metrics.jsonl")
         self._ranks: dict[int, RankLog] = {}
         self._checkpoints: list[CheckpointRow] = []
+        self._checkpoint_folders: list[Path] = []
         self._checkpoints_s = -_CHECKPOINTS_S
         self._event_lines = JsonLines(folder / EVENTS_NAME)
         self._events: list[dict[str, Any]] = []
@@ -178,10 +180,10 @@ class RunReader:
     def checkpoints(self) -> list[CheckpointRow]:
         """Return its checkpoints, the newest first."""
         with self._lock:
-            now_s = time.monotonic()
-            if now_s > self._checkpoints_s + _CHECKPOINTS_S:
-                self._checkpoints = list_rows(self.folder)
-                self._checkpoints_s = now_s
+            now_s, folders = time.monotonic(), list_checkpoints(self.folder)
+            if folders != self._checkpoint_folders or now_s > self._checkpoints_s + _CHECKPOINTS_S:
+                self._checkpoints = describe_checkpoints(folders)
+                self._checkpoint_folders, self._checkpoints_s = folders, now_s
             return list(self._checkpoints)
 
     def _gather_facts(self, now_s: float) -> Facts:

@@ -230,6 +230,17 @@ def test_samples_come_by_step(runs, tmp_path):
     assert [sample.completion for sample in reader.samples()] == ["c"]
 
 
+def test_a_checkpoint_is_seen_at_once(runs, tmp_path):
+    """Who asks for one waits for it; what its files hold is read again after seconds alone."""
+    folder = make_run(tmp_path)
+    reader = runs.get("one")
+    for step in (4, 8):
+        (folder / f"checkpoint-{step}").mkdir()
+        assert reader.checkpoints()[0].step == step
+    (folder / "checkpoint-8").rename(folder / ".checkpoint-8.partial")
+    assert [row.step for row in reader.checkpoints()] == [4]
+
+
 def test_options_are_those_that_ran(runs, tmp_path):
     """What was asked for lacks the defaults; before a run begins it is all there is."""
     folder = make_run(tmp_path)
