@@ -50,6 +50,23 @@ def expect_state(page: Page, word: str) -> None:
     expect(page.locator(".run-title .state")).to_contain_text(word)
 
 
+def test_an_answer_that_comes_late_does_not_undo_a_choice(page, ui_server, add_demo_run):
+    """Catches a slow answer, to the question before, that overwrites what was asked for since."""
+    folder = add_demo_run(ui_server.root, "slow")
+    (folder / "logs/launcher.log").write_text("one\ntwo needle\n")
+    open_page(page, "run?name=slow")
+    expect_state(page, "done")
+    held: list[Route] = []
+    page.route("**/queue/join?*", lambda route: held.append(route), times=1)
+    page.get_by_role("tab", name="Logs").click()
+    wait_until(lambda: page.wait_for_timeout(20) or held)
+    page.get_by_label("Search").fill("needle")
+    page.wait_for_timeout(1000)  # time for an answer, were the second question sent beside the first
+    held[0].continue_()
+    page.wait_for_timeout(1000)
+    expect(page.get_by_role("log")).to_have_text("two needle", timeout=4000)  # the page asks again every 15 s
+
+
 def test_finished_run_is_read_in_all_tabs(page, ui_server, add_demo_run):
     """A tab that stays empty, that a phone does not show or that a reload forgets, a log that cannot be searched, a
     sample that the browser runs as markup, or a path of this machine where a shorter one leads there."""

@@ -176,10 +176,9 @@ def build(context: AppContext) -> None:
         return [name, *([gr.skip()] * len(forgotten) if is_arrival else forget(before, request))]
 
     offering = {"fn": offer, "inputs": run, "outputs": [checkpoint, example]} | QUIET
-    refreshed = {"fn": refresh, "inputs": [parts.seen, run], "outputs": parts.outputs} | QUIET
+    refreshed = parts.refresh_by(timer, refresh, [run])
     gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET)
     example.input(lambda text: [text, None], example, [question, example], **QUIET)
-    timer.tick(**refreshed)
     load.click(begin_loading, devices, told, **QUIET).then(**refreshed)
     unload.click(end_loading, run, told, **QUIET).then(**refreshed)
     asked = [talks, question, *devices, asks_base, system, temperature, top_p, max_new_tokens, seed]

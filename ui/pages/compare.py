@@ -126,11 +126,9 @@ def build(context: AppContext) -> None:
             request.query_params.get("baseline", _NO_BASELINE),
         ]
 
-    inputs = [parts.seen, runs, metrics, baseline, axis, smoothing, is_log]
     compared = [runs, metrics, axis, baseline]
-    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | QUIET
+    asked = parts.refresh_by(timer, refresh, [runs, metrics, baseline, axis, smoothing, is_log])
     gr.on(None, arrive, None, compared, **QUIET).then(**asked)
-    timer.tick(**asked)
     for component in compared:
         component.input(None, compared, None, js=_KEEP, **QUIET).then(**asked)
     smoothing.change(**asked)

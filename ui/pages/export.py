@@ -25,7 +25,7 @@ from ..running import control
 from ..running.jobs import Job, merge_words, push_words, verify_words
 from ..running.packing import find_adapter_run, list_merged, pack_adapter
 from .adapters import find_device_words, make_choice, offer_checkpoints, open_page
-from .refreshing import QUIET, Parts, make_html, show_if_any
+from .refreshing import QUIET, Parts, make_html, show_if_any, was_sent_after
 
 _REFRESH_S = 2.0
 _LOG_BYTES = 1 << 16
@@ -134,10 +134,13 @@ def build(context: AppContext) -> None:
     def refresh(seen: str, chosen: str | None, started: str) -> dict[Any, Any]:
         known = context.jobs.list()[:_ALL_JOBS]
         ids = [one.id for one in known]
-        chosen = chosen if chosen in ids else (ids[0] if ids else None)
+        # The log of a job that has just been started here is shown, whatever was.
+        told = json.loads(started)
+        begun = json.dumps([one["id"] for one in told.values() if "id" in one])
+        is_kept = chosen in ids and was_sent_after(seen, begun)
+        chosen = chosen if is_kept else (ids[0] if ids else None)
         shown = next((one for one in known if one.id == chosen), None)
         running = [one.id for one in known if one.state == "running"]
-        told = json.loads(started)
         whole = list_merged(context.root)
         return parts.send(
             seen,
@@ -152,15 +155,15 @@ def build(context: AppContext) -> None:
                 "unwanted": gr.update(choices=whole),
                 "login": draw_login(exporting.is_logged_in()),
             },
+            begun,
         )
 
-    def start(told: str, name: str | None, kind: str, find_words: Callable[[], list[str]]) -> list[Any]:
+    def start(told: str, name: str | None, kind: str, find_words: Callable[[], list[str]]) -> str:
         try:
             said = {"id": context.jobs.start(kind, name or "", find_words())}
         except ConfigError as error:
             said = {"error": show_paths(str(error))}
-        # The newest job's log is shown; a refresh that ran meanwhile does not count.
-        return [json.dumps(json.loads(told) | {kind: said}), gr.skip() if "error" in said else None, "{}"]
+        return json.dumps(json.loads(told) | {kind: said})
 
     def start_merge(
         told: str,
@@ -173,7 +176,7 @@ def build(context: AppContext) -> None:
         repo: str,
         is_private: bool,
         base: str,
-    ) -> list[Any]:
+    ) -> str:
         def find_words() -> list[str]:
             devices, base_words = find_device_words(gpus, ranks), exporting.MERGED_BASES[base]
             asked = exporting.check_merge(
@@ -185,14 +188,14 @@ def build(context: AppContext) -> None:
 
     def start_verify(
         told: str, name: str | None, checkpoint: str, gpus: list[int], ranks: float | None, merged: str
-    ) -> list[Any]:
+    ) -> str:
         def find_words() -> list[str]:
             model, devices = None if merged == _ADAPTER_ITSELF else merged, find_device_words(gpus, ranks)
             return verify_words(*exporting.check_verify(context.root, name, model, devices, checkpoint))
 
         return start(told, name, "verify", find_words)
 
-    def start_push(told: str, name: str | None, checkpoint: str, repo: str, is_private: bool) -> list[Any]:
+    def start_push(told: str, name: str | None, checkpoint: str, repo: str, is_private: bool) -> str:
         def find_words() -> list[str]:
             folder = find_adapter_run(context.root, name, checkpoint)
             return push_words(folder, exporting.check_repo(repo), is_private)
@@ -215,20 +218,18 @@ def build(context: AppContext) -> None:
         except ConfigError as error:
             return show_if_any(note(str(error), "error"))
 
-    refreshed = {"fn": refresh, "inputs": [parts.seen, job, started], "outputs": parts.outputs} | QUIET
+    refreshed = parts.refresh_by(timer, refresh, [job, started])
     packing = {"fn": prepare, "inputs": [run, checkpoint], "outputs": prepared} | QUIET
     offering = {"fn": lambda name: offer_checkpoints(context, name), "inputs": run, "outputs": checkpoint} | QUIET
     gr.on(None, arrive, None, [empty, body, run, gpus], **QUIET).then(**refreshed)
-    timer.tick(**refreshed)
     # Not `input`: Gradio's lists send it when they are left, whatever was chosen.
     run.change(**offering).then(**packing)
     checkpoint.input(**packing)
     job.input(**refreshed)
-    answered = [started, job, parts.seen]
     merging = [started, run, *devices, out, dtype, merge_repo, merge_private, merged_base]
-    merge.click(start_merge, merging, answered, **QUIET).then(**refreshed)
-    verify.click(start_verify, [started, run, *devices, merged], answered, **QUIET).then(**refreshed)
-    push.click(start_push, [started, run, checkpoint, repo, is_private], answered, **QUIET).then(**refreshed)
+    merge.click(start_merge, merging, started, **QUIET).then(**refreshed)
+    verify.click(start_verify, [started, run, *devices, merged], started, **QUIET).then(**refreshed)
+    push.click(start_push, [started, run, checkpoint, repo, is_private], started, **QUIET).then(**refreshed)
     delete.click(delete_merged, [unwanted, typed], [delete_told, unwanted, typed], **QUIET).then(**refreshed)
     cancel.click(end_job, job, cancel_told, **QUIET).then(**refreshed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import gradio as gr
@@ -93,6 +92,7 @@ def build(context: AppContext) -> None:
                     )
                     follow = gr.Checkbox(value=True, label="Follow", min_width=100, scale=1)
                 log = make_log()
+                log_shown = gr.Textbox(visible=False)  # which log that is
             with gr.Tab("Samples", id="samples") as samples_tab:
                 prompt = gr.Dropdown([ALL_PROMPTS], value=ALL_PROMPTS, label="Prompt")
                 samples = make_html()
@@ -104,12 +104,12 @@ def build(context: AppContext) -> None:
     parts = Parts(
         timer=timer, missing=missing, body=body, title=title, header=header, figures=figures, progress=progress,
         alerts=alerts, facts=facts, shown_charts=shown_charts, charts=charts, ranks=ranks, memory=memory,
-        shares=shares, waits=waits, log_of=log_of, log=log, prompt=prompt, samples=samples, chosen=chosen,
-        checkpoints=checkpoints, config=config, **controls.parts,
+        shares=shares, waits=waits, log_of=log_of, log=log, log_shown=log_shown, prompt=prompt, samples=samples,
+        chosen=chosen, checkpoints=checkpoints, config=config, **controls.parts,
     )  # fmt: skip
 
-    inputs = [parts.seen, name, shown, controls.pressed, smoothing, is_log, shown_charts, zooms, log_of, query]
-    inputs += [follow, prompt]
+    inputs = [name, shown, controls.pressed, smoothing, is_log, shown_charts, zooms, log_of, query, follow]
+    inputs += [log_shown, prompt]
 
     def refresh(
         seen: str,
@@ -123,8 +123,8 @@ def build(context: AppContext) -> None:
         log_of: str | None,
         query: str,
         follow: bool,
+        log_shown: str,
         prompt: str,
-        is_asked: bool = False,
     ) -> dict[Any, Any]:
         if not name:
             return gr.skip()
@@ -135,7 +135,7 @@ def build(context: AppContext) -> None:
                 values |= _show_curves(reader, smoothing, is_log, shown_charts, _read_zooms(zooms))
             elif tab == "ranks":
                 values |= _show_ranks(reader)
-            elif tab == "logs" and (follow or is_asked):
+            elif tab == "logs" and (follow or log_shown != _name_log(log_of, query)):
                 values |= _show_log(reader, log_of, query)
             elif tab == "samples":
                 values |= _show_samples(reader, prompt)
@@ -145,10 +145,9 @@ def build(context: AppContext) -> None:
                 values |= {"config": reader.config_yaml()}
         except ConfigError:
             values = {"missing": show_if_any(run_markup.draw_missing(name)), "body": gr.update(visible=False)}
-        return parts.send(seen, values)
+        return parts.send(seen, values, pressed)
 
-    asked = {"fn": partial(refresh, is_asked=True), "inputs": inputs, "outputs": parts.outputs} | QUIET
-
+    asked = parts.refresh_by(timer, refresh, inputs)
     tabs = {"curves": curves_tab, "ranks": ranks_tab, "logs": logs_tab, "samples": samples_tab, "setup": setup_tab}
 
     def read_address(request: gr.Request) -> list[Any]:
@@ -160,7 +159,6 @@ def build(context: AppContext) -> None:
         return json.dumps(add_zoom(_read_zooms(zooms), event.name, event.span))
 
     gr.on(None, read_address, None, [name, missing, shown, all_tabs], **QUIET).then(**asked)
-    timer.tick(refresh, inputs, parts.outputs, **QUIET)
     for key, tab in tabs.items():
         tab.select(None, [name, shown], shown, js=_NOTE_TAB.replace("KEY", key), show_progress="hidden").then(**asked)
     charts.zoom(zoom, zooms, zooms, **QUIET).then(**asked)
@@ -170,7 +168,7 @@ def build(context: AppContext) -> None:
     log_of.input(**asked)
     query.change(**asked)
     prompt.input(**asked)
-    controls.connect(asked, parts.seen)
+    controls.connect(asked)
 
 
 def add_zoom(zooms: Mapping[str, Span], name: Any, span: Any) -> dict[str, Span]:
@@ -270,7 +268,12 @@ def _show_log(reader: RunReader, log_of: str | None, query: str) -> dict[str, An
             empty = str(error)
         if query and not text:
             empty = f"No line contains \u201c{query}\u201d."
-    return {"log_of": gr.update(choices=choices, value=log_of), "log": join([text or empty])}
+    shown = {"log": join([text or empty]), "log_shown": _name_log(log_of, query)}
+    return {"log_of": gr.update(choices=choices, value=log_of)} | shown
+
+
+def _name_log(log_of: str | None, query: str) -> str:
+    return f"{log_of} {query}"
 
 
 def _show_samples(reader: RunReader, prompt: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -73,12 +74,11 @@ class Controls:
             "ask_delete": self._ask_delete, "answer": answer, "reason": reason, "links": links,
         }  # fmt: skip
 
-    def connect(self, refresh: dict[str, Any], seen: gr.Textbox) -> None:
+    def connect(self, refresh: dict[str, Any]) -> None:
         """Have every button do its work and then refresh the page.
 
         Args:
             refresh: what an event is given for it.
-            seen: what the browser shows (`Parts.seen`), which a button changes before the server knows.
         """
         root = self._context.root
         actions: dict[str, tuple[gr.Button, str, Callable[[str], None]]] = {
@@ -94,12 +94,11 @@ class Controls:
             shown = self._ask_stop_now if word == "stop_now" else button
             button.click(None, None, [shown, self._answer], js=heard, **QUIET)
             press = partial(self._press, word, act)
-            button.click(press, self._name, [self.pressed, seen], **QUIET).then(**refresh)
+            button.click(press, self._name, self.pressed, **QUIET).then(**refresh)
 
         def delete(name: str, typed: str) -> tuple[str, Any]:
             act = self._context.delete_run if typed.strip() == name else _refuse_delete
-            pressed, _ = self._press("delete", act, name)
-            return pressed, gr.skip() if act is _refuse_delete else gr.update(visible=False)
+            return self._press("delete", act, name), gr.skip() if act is _refuse_delete else gr.update(visible=False)
 
         outputs = [self.pressed, self._delete_question]
         deleting = gr.on([self._delete.click, self._typed.submit], delete, [self._name, self._typed], outputs, **QUIET)
@@ -110,9 +109,9 @@ class Controls:
         _toggle(self._ask_delete, self._delete_question, True)
         _toggle(self._keep, self._delete_question, False)
 
-    def _press(self, word: str, act: Callable[[str], None], name: str) -> tuple[str, str]:
-        """Do what a button is for; return what `run_markup.draw_answer` takes, and that nothing is shown any more."""
-        said: dict[str, Any] = {"word": word}
+    def _press(self, word: str, act: Callable[[str], None], name: str) -> str:
+        """Do what a button is for; return what `run_markup.draw_answer` takes."""
+        said: dict[str, Any] = {"word": word, "time": time.time()}
         try:
             reader = self._context.runs.get(name)
             said["saved"] = max((point.step for point in reader.checkpoints()), default=-1)
@@ -122,7 +121,7 @@ class Controls:
         with suppress(ConfigError):  # a run that is deleted has neither
             summary = self._context.runs.get(name).summary()
             said |= {"begin_s": summary.begin_s, "state": summary.state}
-        return json.dumps(said), "{}"
+        return json.dumps(said)
 
 
 def _refuse_delete(name: str) -> None:

@@ -114,7 +114,6 @@ def build(context: AppContext) -> None:
     runs = make_html(js_on_load=_SCRIPT)
     misnamed = make_html(visible=False)
     parts = Parts(gpus=gpus, runs=runs, misnamed=misnamed)
-    inputs = [parts.seen, text, state, order, deleted]
 
     def arrive(request: gr.Request) -> dict[str, Any]:
         name = request.query_params.get("deleted", "")
@@ -157,9 +156,8 @@ def build(context: AppContext) -> None:
         told = [note(f"Deleted: {', '.join(gone)}")] if gone else []
         return [show_if_any(join([*told, *problems])), gr.update(visible=False), gone]
 
-    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | QUIET
+    asked = parts.refresh_by(timer, refresh, [text, state, order, deleted])
     gr.on(None, arrive, None, said, **QUIET).then(**asked)
-    timer.tick(**asked)
     text.change(**asked)
     state.input(**asked)
     runs.sort(sort, order, order, **QUIET).then(**asked)

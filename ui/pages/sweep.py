@@ -62,7 +62,6 @@ def build(context: AppContext) -> None:
         timer=timer, missing=missing, body=body, title=title, header=header, progress=progress, alerts=alerts,
         best=best, jobs=jobs, metric=metric, curves=curves, parallel=parallel, **controls.parts,
     )  # fmt: skip
-    inputs = [parts.seen, name, controls.pressed, metric, smoothing]
 
     def refresh(seen: str, name: str, pressed: str, metric: str, smoothing: float) -> dict[Any, Any]:
         if not name:
@@ -89,7 +88,7 @@ def build(context: AppContext) -> None:
             values |= _show_curves(context, rows, metric, smoothing)
         except ConfigError:
             values = {"missing": show_if_any(run_markup.draw_missing(name)), "body": gr.update(visible=False)}
-        return parts.send(seen, values)
+        return parts.send(seen, values, pressed)
 
     def arrive(request: gr.Request) -> list[Any]:
         asked_for = request.query_params.get("name", "")
@@ -102,13 +101,12 @@ def build(context: AppContext) -> None:
             return show_if_any(note(str(error), "error"))
         return show_if_any(note(f"{event.job} saves a checkpoint at its next step, then ends; the others continue."))
 
-    asked = {"fn": refresh, "inputs": inputs, "outputs": parts.outputs} | QUIET
+    asked = parts.refresh_by(timer, refresh, [name, controls.pressed, metric, smoothing])
     gr.on(None, arrive, None, [name, missing], **QUIET).then(**asked)
-    timer.tick(**asked)
     metric.input(**asked)
     smoothing.change(**asked)
     jobs.stop(stop, name, said, **QUIET).then(**asked)
-    controls.connect(asked, parts.seen)
+    controls.connect(asked)
 
 
 def _show_curves(context: AppContext, rows: Sequence[JobRow], metric: str, smoothing: float) -> dict[str, Any]:
