@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.initialization import is_derived
 from ..config.quantization_options import describe_quantization
 from ..config.run_config import RunConfig
 from ..config.sweep import ADAPTER_JOB_OPTIONS, Job, list_data, named_in_errors, read_jobs
-from ..errors import CheckpointError
 from ..launch.checks import check_data, check_options
 from ..launch.launcher import check_output_dir
 from ..runs.sweep_file import select_jobs
@@ -54,6 +52,7 @@ def validate(config: RunConfig) -> Iterator[str]:
         from ..data.prepare import prepare
         from ..data.tokenizer import load_tokenizer
         from ..planning.run_plan import settle_dtype_here
+        from .model_facts import describe_model
 
     is_asked = config.dtype != "auto"
     config, about_dtype = settle_dtype_here(config, torch.device(choice.device_type))
@@ -194,47 +193,3 @@ def _describe_adapter(config: RunConfig) -> str:
         derived = f"; {config.init_lora_weights} keeps a derived base of {size} in {find_derived_dir()}"
     num_parameters, num_layers = model.get_nb_trainable_parameters()[0], len(find_layers(model))
     return f"{num_parameters:,} trainable parameters; {num_layers} layers to shard{derived}"
-
-
-def describe_model(name: str, revision: str | None) -> str:
-    """Return how large a model is, from its files' headers, and where it is.
-
-    Raises:
-        CheckpointError: its files are missing or damaged, or the hub refuses them.
-    """
-    from huggingface_hub import constants
-
-    from ..weights.hub import resolve_folder
-    from ..weights.safetensors_files import Checkpoint
-
-    try:
-        folder = resolve_folder(name, revision, allow_download=False)
-    except CheckpointError:
-        if Path(name).exists() or constants.HF_HUB_OFFLINE:
-            raise
-        return _describe_hub_model(name, revision)
-    with Checkpoint.open(folder) as checkpoint:
-        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        return f"{len(checkpoint.tensors)} tensors, {show_bytes(num_bytes)} in {folder}"
-
-
-def _describe_hub_model(name: str, revision: str | None) -> str:
-    """Read the headers of a model that is not on this machine."""
-    from huggingface_hub import get_safetensors_metadata, model_info
-    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-
-    from ..weights.hub import explain_hub_errors
-
-    with explain_hub_errors(name, revision):
-        # First, since get_safetensors_metadata reports a missing repo or revision as one without weights.
-        commit = model_info(name, revision=revision).sha
-        try:
-            metadata = get_safetensors_metadata(name, revision=commit)
-        except NotASafetensorsRepoError as error:
-            fix = "choose another model, or convert it: load it with transformers and call save_pretrained"
-            raise CheckpointError("the hub has no safetensors weights of it", where=name, fix=fix) from error
-        except SafetensorsParsingError as error:
-            fix = "choose another revision"
-            raise CheckpointError("damaged weights on the hub", where=name, found=error, fix=fix) from error
-    num_tensors = sum(len(file.tensors) for file in metadata.files_metadata.values())
-    return f"{num_tensors} tensors on the hub; finetune will download them"

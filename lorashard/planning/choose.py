@@ -26,7 +26,7 @@ from .costs import Row, Workload, compute_row, leaves_room
 from .hardware import Cluster
 from .memory import add_resident_layers, save_activations
 from .size import ModelSize
-from .wording import show_speed
+from .wording import show_parameters, show_speed
 
 # Predictions differ from the truth by more than this, so the simpler placement of two that are as close is taken.
 _TIE = 0.01
@@ -170,10 +170,8 @@ def make_plan(
     checkpointing = None
     if chosen is not None and given is None and _is_recomputing_open(options, workload):
         checkpointing = _compare_recomputing(allowed, chosen, cluster, len(size.layers))
-    count = size.num_parameters
-    shown_count = f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
     quantization = None if size.quantization is None else describe_quantization(size.quantization)
-    model = f"{size.name}: {shown_count} parameters, {show_bytes(size.base_bytes)}"
+    model = f"{size.name}: {show_parameters(size.num_parameters)}, {show_bytes(size.base_bytes)}"
     return Plan(
         model=f"{model} {quantization}" if quantization else model,
         cluster=str(cluster),

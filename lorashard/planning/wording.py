@@ -1,4 +1,4 @@
-"""Speeds and times as a person reads them."""
+"""Sizes of models, speeds and times as a person reads them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ def show_speed(tokens_per_s: float) -> str:
     if tokens_per_s >= 10:
         return f"{tokens_per_s:,.0f} tokens/s"
     return f"{tokens_per_s:.1f} tokens/s" if tokens_per_s >= 1 else f"{show_time(1 / tokens_per_s)} for a token"
+
+
+def show_parameters(count: int) -> str:
+    """Return a number of parameters in the unit that suits it."""
+    return f"{count / 1e9:.2f} B parameters" if count >= 1e8 else f"{count / 1e6:.2f} M parameters"
 
 
 def show_time(seconds: float) -> str:

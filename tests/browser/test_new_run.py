@@ -120,7 +120,7 @@ def test_a_person_sees_the_plan_the_rows_and_the_command(form, ui_server):
     page.get_by_role("option", name="nf4").click()
     expect(page.locator("#plan-notes")).to_contain_text("quantized to nf4", timeout=WORKER_MS)
     expect(page.locator("#plan-chart .barlayer .trace")).to_have_count(6)  # what weights are unpacked to
-    expect(page.locator("#model-note")).to_contain_text(re.compile(r"\d+ tensors, .* in examples/demo/base\s*$"))
+    expect(page.locator("#model-note")).to_contain_text(re.compile(r" parameters, .* in examples/demo/base\s*$"))
     expect(page.locator("#preview-status")).to_contain_text("Format: messages", timeout=WORKER_MS)
     expect(page.locator("#estimate")).to_contain_text("Expected time", timeout=WORKER_MS)
     assert page.locator("#estimate .value").all_inner_texts()[:3] == ["4,800", "about 140,000", "3"]

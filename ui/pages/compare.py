@@ -16,6 +16,7 @@ from ..drawing.charts import Curve, draw_curves
 from ..drawing.markup import Markup, badge, join, link, note, table, tag
 from ..drawing.wording import NONE, show_count, show_duration, show_number
 from ..reading.comparing import differences
+from ..reading.metrics import is_noisy
 from ..reading.places import show_paths
 from ..reading.runs import RunReader
 from .plotting import load_plotly, make_chart
@@ -169,7 +170,7 @@ def _read_curve(reader: RunReader, metric: str, axis: str, smoothing: float) -> 
         # The two series were thinned differently; interpolate tokens or time between their points.
         xs = np.interp(xs, at, counts)
         xs = (xs - counts[0]) / 60 if axis == "time" else xs
-    return Curve(reader.name, xs.tolist(), values, smoothed if smoothing else ())
+    return Curve(reader.name, xs.tolist(), values, smoothed if smoothing and is_noisy(metric) else ())
 
 
 def draw_ends(readers: Sequence[RunReader], metric: str, baseline: str | None = None) -> Markup:

@@ -15,6 +15,7 @@ from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_bars, draw_curves
 from ..drawing.markup import facts, figures, join
 from ..drawing.run_facts import describe_placement, list_facts, list_figures
+from ..reading.metrics import is_noisy
 from ..reading.runs import RunReader
 from ..reading.series import Span, to_finite
 from ..reading.states import LAUNCHER_LOG
@@ -33,7 +34,6 @@ _LABELS = {"grad_norm": "Gradient norm", "tokens_per_s": "Tokens per second", "n
 _FIRST_CHARTS = ["loss", "learning_rate", "grad_norm", "tokens_per_s"]
 _UNCHARTED = ("time", "step")
 _EVAL = "eval_"  # an evaluation's number is drawn beside the training's
-_SMOOTH = ("learning_rate", "num_tokens", "epoch")  # as they are
 # A reload shows the same tab. Before the run's name is known, it is the page that selects a tab, and not a person.
 _NOTE_TAB = """(name, shown) => {
   if (!name) return shown;
@@ -216,7 +216,7 @@ def _show_curves(
     figures = {}
     for chart in drawn:
         curves = [
-            Curve(name.replace("_", " "), xs, ys, smoothed if smoothing and chart not in _SMOOTH else ())
+            Curve(name.replace("_", " "), xs, ys, smoothed if smoothing and is_noisy(name) else ())
             for name, (xs, ys, smoothed) in series.items()
             if name in (chart, _EVAL + chart) and len(xs)
         ]

@@ -13,6 +13,7 @@ from ..app_context import AppContext
 from ..drawing.charts import Curve, draw_curves
 from ..drawing.job_chart import draw_parallel
 from ..drawing.markup import note
+from ..reading.metrics import is_noisy
 from ..reading.sweeps import JobRow, is_sweep
 from ..running import control
 from . import run_controls, run_figures, run_markup, sweep_markup
@@ -116,7 +117,7 @@ def _show_curves(context: AppContext, rows: Sequence[JobRow], metric: str, smoot
         reader = context.runs.get(job.run)
         names |= {*reader.series_names()}
         for xs, ys, smoothed in reader.series([metric], _MOST_POINTS, smoothing).values():
-            curves.append(Curve(job.name, xs, ys, smoothed if smoothing else ()))
+            curves.append(Curve(job.name, xs, ys, smoothed if smoothing and is_noisy(metric) else ()))
     found = sorted(names - {*_UNCHARTED})
     choices = [one for one in _FIRST_METRICS if one in found]
     choices += [one for one in found if one not in choices]

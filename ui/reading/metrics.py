@@ -15,6 +15,12 @@ from .series import Series, read_column
 TOKENS = "num_tokens"
 _MOST_RECENT = 256
 _MOST_ODD = 1000
+_EXACT = ("learning_rate", "epoch", TOKENS)
+
+
+def is_noisy(name: str) -> bool:
+    """Tell whether a curve is to be smoothed: not what is set or counted, nor an evaluation's few points."""
+    return name not in _EXACT and not name.startswith("eval_")
 
 
 class Metrics:

@@ -95,7 +95,7 @@ def _answer_preview(words: list[str], num_rows: int, max_tokens: int | None) -> 
 
 def _answer_model(name: str, revision: str | None) -> str:
     with quick_imports():
-        from lorashard.diagnostics.validate import describe_model
+        from lorashard.diagnostics.model_facts import describe_model
 
     return describe_model(name, revision)
 

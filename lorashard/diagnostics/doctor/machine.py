@@ -347,7 +347,7 @@ def check_hub() -> Iterator[Check]:
 
 def check_model(name: str, revision: str | None) -> Iterator[Check]:
     """Can the model's files be read?"""
-    from ..validate import describe_model
+    from ..model_facts import describe_model
 
     try:
         yield Check.passed("model", f"{name}: {hide_secrets(describe_model(name, revision))}")

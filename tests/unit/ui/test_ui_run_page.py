@@ -20,6 +20,7 @@ from lorashard_ui.pages.run import add_zoom
 from lorashard_ui.pages.run_controls import show_controls
 from lorashard_ui.pages.run_figures import draw_chosen, write_title
 from lorashard_ui.reading.defaults import find_chosen
+from lorashard_ui.reading.metrics import is_noisy
 from lorashard_ui.reading.reader import RunReader
 
 
@@ -112,3 +113,9 @@ def test_options_that_were_chosen_come_apart_from_150_defaults(method):
     chosen = {name for name, *_ in find_chosen(options)}
     assert chosen - {"method"} == given.keys() | more.keys()
     assert "<script" not in draw_chosen(options | {"dataset": "<script"})
+
+
+def test_an_evaluation_is_drawn_as_it_was_measured():
+    """Catches a strong curve of four smoothed points, of which none is the number that stands above it."""
+    assert is_noisy("loss") and is_noisy("grad_norm")
+    assert not any(map(is_noisy, ("eval_loss", "learning_rate", "num_tokens", "epoch")))

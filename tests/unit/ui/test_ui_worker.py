@@ -83,7 +83,7 @@ def test_it_answers_as_the_command_line(forks, tmp_path):
         assert elsewhere["cluster"] == "4 x rtx4090" and elsewhere["num_ranks"] == 4
         assert elsewhere["rows"][0]["adapter_bytes"] > 0
         assert plan["rows"][0]["peak_bytes"] > plan["rows"][0]["rest_bytes"] > 10**6
-        assert worker.describe_model("examples/demo/base").startswith("38 tensors")
+        assert worker.describe_model("examples/demo/base").startswith("LlamaForCausalLM, 4 layers, 1.84 M parameters, ")
         (row,) = worker.preview(words, 1)
         (sequence,) = row["sequences"]
         found = worker.estimate(words)
