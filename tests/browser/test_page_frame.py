@@ -1,4 +1,4 @@
-"""What a browser shows before Gradio's scripts have come."""
+"""What all pages have: a frame before Gradio's scripts have come, a ring around what has the focus, and rest."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ def test_the_frame_of_a_page_is_there_before_its_scripts(page):
     open_page(page, "compare?runs=a")
     expect(frame).to_be_hidden()
     assert page.locator("gradio-app").is_visible()
+
+
+def test_the_ring_around_a_field_is_whole(page):
+    """Catches a ring of which the box around the field cuts off all but the top: who uses keys does not see where."""
+    open_page(page, "")
+    page.get_by_label("Filter").focus()
+    cut = """(field) => {
+      const ring = 5, inner = field.getBoundingClientRect(), found = [];
+      for (let box = field.parentElement; box; box = box.parentElement) {
+        const { left, right, bottom } = box.getBoundingClientRect();
+        const isCut = left > inner.left - ring || right < inner.right + ring || bottom < inner.bottom + ring;
+        if (isCut && getComputedStyle(box).overflow !== 'visible') found.push(box.className);
+      }
+      return found;
+    }"""
+    assert page.get_by_label("Filter").evaluate(cut) == []
 
 
 def test_a_server_that_nobody_asks_sleeps(ui_server):

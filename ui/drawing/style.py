@@ -123,6 +123,7 @@ STYLE = """
 .log { margin: 0; padding: var(--spacing-lg); height: 60vh; overflow: auto; font-family: var(--font-mono);
   font-size: var(--text-xs); border: var(--line); border-radius: var(--radius-lg); background: var(--surface); }
 
+.markup h2:has(+ .talk) { margin-bottom: var(--spacing-sm); }
 .talk { display: flex; flex-direction: column-reverse; overflow-y: auto; height: 38vh; min-height: 200px;
   padding: var(--spacing-lg); border: var(--line); border-radius: var(--radius-lg); background: var(--surface); }
 .talk > div { margin-bottom: auto; }

@@ -31,6 +31,9 @@ gradio-app, .gradio-container { width: 100%; }
 .gradio-container :is(h1, h2, h3) { font-weight: 700; }
 /* Fields have no box of their own: what holds them may not cut the ring around the one in focus. */
 .gradio-container .form { background: none; overflow: visible; }
+.gradio-container .block:has(:is(input, textarea):focus-visible) { overflow: visible !important; }
+/* A button in a row of fields, whose labels are above them. */
+.gradio-container .at-field { align-self: flex-end; }
 .gradio-container :is([role=radiogroup], .checkbox-container, fieldset) label { padding-left: 0; }
 .gradio-container .wrap:has(> .wrap-inner) { border: 1px solid var(--input-border-color) !important; }
 .gradio-container [data-testid=block-info] { margin-bottom: var(--spacing-xs); }

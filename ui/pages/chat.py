@@ -40,10 +40,10 @@ def build(context: AppContext) -> None:
     make_html(tag("h1", "Chat"))
     empty = make_html(visible=False)
     with gr.Column(visible=False) as body:
-        with gr.Row(equal_height=True):
+        with gr.Row():
             run, checkpoint, gpus, ranks = make_choice()
-            load = gr.Button("Load", scale=1, min_width=100)
-            unload = gr.Button("Unload", interactive=False, scale=1, min_width=100)
+            load = gr.Button("Load", size="md", elem_classes="at-field", scale=1, min_width=100)
+            unload = gr.Button("Unload", size="md", elem_classes="at-field", interactive=False, scale=1, min_width=100)
         free = make_html(visible=False)
         state = make_html()
         with gr.Row():

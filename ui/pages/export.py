@@ -42,7 +42,7 @@ def build(context: AppContext) -> None:
     make_html(tag("h1", "Export"))
     empty = make_html(visible=False)
     with gr.Column(visible=False) as body:
-        with gr.Row(equal_height=True):
+        with gr.Row():
             run, checkpoint, gpus, ranks = make_choice()
         with gr.Tabs():
             with gr.Tab("Download"):
@@ -98,9 +98,11 @@ def build(context: AppContext) -> None:
     make_html(tag("h2", "Jobs"))
     jobs = make_html()
     with gr.Column(visible=False) as one_job:
-        with gr.Row(equal_height=True):
+        with gr.Row():
             job = gr.Dropdown([], label="Log of", scale=4, min_width=200)
-            cancel = gr.Button("Cancel", variant="stop", interactive=False, scale=1, min_width=100)
+            cancel = gr.Button(
+                "Cancel", variant="stop", size="md", elem_classes="at-field", interactive=False, scale=1, min_width=100
+            )
         cancel_told = make_html(visible=False)
         log = gr.Textbox(label="Log", lines=8, max_lines=16, interactive=False, buttons=["copy"], elem_id="job-log")
     started = gr.Textbox(visible=False, value="{}")  # the id of the last job of each kind that was started here

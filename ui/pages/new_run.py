@@ -78,10 +78,13 @@ def build(context: AppContext) -> None:
                     file_types=[".yaml", ".yml"],
                     size="sm",
                     elem_id="load-yaml",
+                    elem_classes="at-field",
                     interactive=False,
                     min_width=90,
                 )
-                clear = gr.Button("Clear", size="sm", elem_id="clear", interactive=False, min_width=60)
+                clear = gr.Button(
+                    "Clear", size="sm", elem_id="clear", elem_classes="at-field", interactive=False, min_width=60
+                )
             loaded = gr.HTML(elem_id="loaded")
             add_typed("model_name_or_path", choices.models())
             model_note = gr.HTML(elem_id="model-note")

@@ -27,7 +27,6 @@ STYLE = """<style>
 #form > .row { gap: 10px; }
 #form .form { overflow: visible; }
 #form > :is(#model-note, #offline, #loaded):not(:has(p)) { display: none; }
-#load-yaml, #clear { align-self: flex-end; }
 #go button { white-space: nowrap; padding-inline: 8px; }
 .stale { opacity: 0.4; }
 #plan-head { align-items: center; }
