@@ -87,7 +87,7 @@ STYLE = """
 .wide-table .disclosure { all: unset; cursor: pointer; font-size: var(--text-xs); text-decoration: underline;
   color: var(--link-text-color); }
 .wide-table .disclosure:focus-visible { outline: 3px solid #2563eb; outline-offset: 2px; }
-.trend { display: block; margin-left: auto; overflow: visible; }
+.trend { display: block; overflow: visible; }
 .trend polyline { fill: none; stroke: var(--busy); stroke-width: 1.5; }
 
 .gpus { list-style: none; padding: 0; margin: 0; display: flex; flex-wrap: wrap;
@@ -166,6 +166,8 @@ STYLE = """
   .cards thead th:not(:has(button)), .cards td.blank { display: none !important; }
   .cards tbody tr { border: var(--line); border-radius: var(--radius-lg); margin: var(--spacing-md) 0;
     padding: var(--spacing-sm) 0; background: var(--surface); }
+  .markup .cards tbody tr:not(:has(.of-sweep:not(.open))) { display: flex; flex-direction: column; }
+  .cards td:has(> input[name=runs]) { order: 1; }  /* the name comes first */
   .wide-table.cards :is(td, td.number) { display: flex; justify-content: space-between; gap: var(--spacing-xl);
     border: 0; padding: 2px var(--spacing-lg); text-align: right; white-space: normal; }
   .cards td.text { max-width: none; overflow-wrap: anywhere; }
