@@ -18,7 +18,7 @@ from ..runtime.disk import show_bytes
 from ..runtime.dtypes import name_of
 from ..weights.hub import explain_hub_errors, resolve_folder
 from ..weights.model_folder import read_config_json
-from ..weights.safetensors_files import Checkpoint, StoredTensor
+from ..weights.safetensors_files import DTYPES, Checkpoint, StoredTensor
 
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -80,5 +80,11 @@ def _describe_hub_model(name: str, revision: str | None) -> str:
         except SafetensorsParsingError as error:
             fix = "choose another revision"
             raise CheckpointError("damaged weights on the hub", where=name, found=error, fix=fix) from error
-    num_tensors = sum(len(file.tensors) for file in metadata.files_metadata.values())
-    return f"{num_tensors} tensors on the hub; finetune will download them"
+    tensors = [
+        StoredTensor(key, Path(name), DTYPES[info.dtype], tuple(info.shape), begin, end - begin)
+        for name, file in metadata.files_metadata.items()
+        for key, info in file.tensors.items()
+        for begin, end in [info.data_offsets]
+        if info.dtype in DTYPES  # finetune refuses others, once it has them
+    ]
+    return f"{', '.join(_describe_tensors(tensors))} on the hub; finetune will download them"

@@ -166,7 +166,7 @@ def test_validate_reads_headers_alone(folders, hub, tmp_path):
     # The second finds the tokenizer and the index in the cache, but no weights.
     for code, stdout, stderr in run_commands([command, command], environment):
         assert code == 0, stderr
-        assert "on the hub" in stdout and "eval_dataset: 8 rows" in stdout
+        assert " M parameters, float32, 0.6 MiB on the hub" in stdout and "eval_dataset: 8 rows" in stdout
     requests = hub.list_sent("models/org/tiny")[num_before:]
     sent = [request for request in requests if request.path in WEIGHTS]
     assert len(sent) == 8  # twice by each: for the model's size, and for its plan
