@@ -122,7 +122,7 @@ logging.basicConfig()
 print("before")
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 for number in range(20):
-    print(f"output {number}:".ljust(width))
+    print(f"output {number}:".ljust(width), flush=True)
     print("progress", file=sys.stderr, end="\\r", flush=True)
 warnings.warn("beware")
 logging.warning("beware")
