@@ -130,9 +130,9 @@ def draw_answer(pressed: str, summary: Summary, checkpoints: Sequence[Checkpoint
     """Say what the run does for a button that was pressed, in this tab or elsewhere.
 
     Args:
-        pressed: in this tab; JSON of `word` (stop, stop_now, save, resume, delete), `saved`, which is the step of the
-            newest checkpoint when it was pressed, `begin_s` of the run's start and its `state` then, and `error` where
-            it failed. A reply holds for that start of the run alone.
+        pressed: in this tab; JSON of `word` (stop, stop_now, save, resume, delete), the `time`, which tells two presses
+            apart, `saved`, which is the step of the newest checkpoint when it was pressed, `begin_s` of the run's start
+            and its `state` then, and `error` where it failed. A reply holds for that start of the run alone.
         is_at_once: whether a run that is stopping does not save.
     """
     said = json.loads(pressed) if pressed else {}

@@ -6,7 +6,6 @@ A leak of a few kilobytes a step, or of a descriptor a checkpoint, shows in no o
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from trl import SFTConfig, SFTTrainer
 import lorashard
 from lorashard.engine import Engine
 from lorashard.training.one_run import end_group
+from lorashard_ui.reading.jsonl_tail import read_last_rows
 
 CPU_BUDGET_S = 170  # 48 short trainings and a long one
 LORASHARD = [str(Path(sys.executable).with_name("lorashard")), "finetune"]
@@ -84,10 +84,10 @@ class Watch:
         children = launcher.children(recursive=True)
         self.processes.update(children)
         # Each line is written at its step. status.json may be a second old, in which a fast machine takes 60 steps.
-        logged = [line for line in self._metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if not logged:
+        rows = read_last_rows(self._metrics)
+        if not rows:
             return
-        step = json.loads(logged[-1])["step"]
+        step = rows[-1]["step"]
         ranks = {f"rank {rank}": process for rank, process in find_ranks(launcher.pid).items()}
         for name, process in {"launcher": launcher, **ranks}.items():
             with process.oneshot():
