@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 from lorashard.runs.lock import find_process
+from lorashard.runtime.dist import leave_group
 
 # In the environment of scripts, saves a quarter of their start.
 QUICK_START = {"PYTHONPATH": str(Path(__file__).with_name("quick_start"))}
@@ -77,9 +78,17 @@ def _collect(ranks: list, results: Any, deadline_s: float) -> list[Any]:
             assert not dead, f"ranks {dead} died without a word"
             assert time.monotonic() < deadline_s, f"ranks {set(range(len(ranks))) - set(values)} never finished"
             continue
-        assert error is None, f"rank {rank} failed:\n{error}"
+        assert error is None, f"rank {rank} failed{_tell_ends(ranks)}:\n{error}"
         values[rank] = value
     return [values[rank] for rank in range(len(ranks))]
+
+
+def _tell_ends(ranks: list) -> str:
+    """Return which ranks a signal has ended: what the others then fail with says nothing of the cause."""
+    for process in ranks:
+        process.join(timeout=1)
+    ended = [f"rank {i} ended by signal {-p.exitcode}" for i, p in enumerate(ranks) if (p.exitcode or 0) < 0]
+    return "".join(f" ({text})" for text in ended)
 
 
 def _rank_main(rank: int, world_size: int, store: str, results: Any, body: Callable, args: tuple) -> None:
@@ -89,8 +98,9 @@ def _rank_main(rank: int, world_size: int, store: str, results: Any, body: Calla
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.barrier()  # a rank that is done at once would leave while the others still connect
         value = body(rank, *args)
-        dist.destroy_process_group()
+        leave_group()
     except BaseException:
         error = traceback.format_exc()
     results.put((rank, value, error))

@@ -109,7 +109,6 @@ def run_many(rank: int, task: Path, num_runs: int) -> list[tuple[int, ...]]:
         engines = [found for found in gc.get_objects() if isinstance(found, Engine)]
         memory = process.memory_info().rss, process.num_fds(), process.num_threads()
         found.append((*memory, len(process.children()), len(maps), len(engines)))
-    dist.init_process_group("gloo", f"file://{task}/store", rank=rank, world_size=world_size)
     return found
 
 
